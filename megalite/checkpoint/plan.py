@@ -156,7 +156,9 @@ class Plan:
         at = self._inner.coordinates_of(first)
         specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *contents.frozen)]
         trained = specs[: len(contents.trained)]
-        on_host = [*elements_on_host(trained, self._fraction_on_host), *(0 for _ in contents.frozen)]
+        on_host = [0] * len(specs)
+        if self._fraction_on_host:
+            on_host[: len(trained)] = elements_on_host(trained, self._fraction_on_host)
         slices = (
             (slot.parameter, start, stop, self._dtypes(slot.parameter, trained=number < len(trained)))
             for number, spec in enumerate(specs)

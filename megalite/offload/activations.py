@@ -42,13 +42,16 @@ class Place(NamedTuple):
 
 @dataclass
 class _Buffer:
-    """Host memory of one storage that a layer saves, and the copy that read it last."""
+    """Host memory of one storage that a layer saves, and the copies that wrote and read it last."""
 
     memory: Tensor
+    written: Copy | None = None
     read: Copy | None = None
 
     def finish(self) -> None:
-        """Wait until no copy uses it."""
+        """Wait until no copy uses it: of a step that failed, it may still be written."""
+        if self.written is not None:
+            self.written.wait()
         if self.read is not None:
             self.read.release()
 
@@ -69,7 +72,7 @@ class _Saved:
 
     size: int
     buffer: _Buffer
-    sent: Copy
+    written: Copy
     on_device: Tensor | None = None
     back: Copy | None = None
     was_read: bool = False
@@ -279,8 +282,9 @@ class ActivationOffload:
         if not layer.storages:
             self._tell("to host", layer)
         buffer = self._buffer(layer.place, len(layer.storages), size)
-        sent = self.transfers.begin("to host", _bytes(storage, device), buffer.memory[:size], after=buffer.read)
-        saved = _Saved(size, buffer, sent)
+        source, target = _bytes(storage, device), buffer.memory[:size]
+        buffer.written = self.transfers.begin("to host", source, target, after=buffer.read)
+        saved = _Saved(size, buffer, buffer.written)
         layer.storages.append(saved)
         return saved
 
@@ -310,7 +314,7 @@ class ActivationOffload:
         self._tell("to device", layer)
         for saved in reversed(layer.storages):
             saved.on_device = torch.empty(saved.size, dtype=torch.uint8, device=self.transfers.device)
-            source, after = saved.buffer.memory[: saved.size], _Released(saved.sent)
+            source, after = saved.buffer.memory[: saved.size], _Released(saved.written)
             saved.back = saved.buffer.read = self.transfers.begin("to device", source, saved.on_device, after)
         layer.storages = []  # from here on the graph alone keeps them, each until its last use
 

@@ -23,6 +23,8 @@ from megalite_kernels.moments import BLOCK
 
 def bytes_on_host(optimizer: Optimizer) -> int:
     """Return the bytes that state, copies of parameters and gradients, and slices of parameters take on the host."""
+    if optimizer.host is None:
+        return 0
     slices = [each.parameter_shard for each in (*optimizer.buckets, *optimizer.frozen) if each.slice_on_host]
     kept = [tensor for shard in optimizer.shards for tensor in shard.tensors(on_host=True)]
     sizes = {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in (*slices, *kept)}

@@ -214,7 +214,7 @@ def elements_on_host(specs: Sequence[BucketShardSpec], fraction: float) -> list[
     for spec, length in zip(specs, lengths, strict=True):
         start, stop = spec.updated
         end = start + min(left, length)
-        for _, _, first, last in spec.layout.stretches():
+        for _, _, first, last in spec.layout.stretches() if start < end < stop else ():
             low, high = max(first, start), min(last, stop)
             if low < end < high:
                 end = min(low - -(end - low) // BLOCK * BLOCK, high)

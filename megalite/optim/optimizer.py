@@ -185,6 +185,8 @@ class Optimizer:
         end of the block these tensors are packed, unless an exception is raised. They are in host memory, because the
         device may have no memory for them.
         """
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.release_slice()
         segments = [segment for shard in self.shards for segment in shard.segments]
         try:
             for segment in segments:

@@ -82,7 +82,7 @@ class Trainer:
             synchronization=synchronization,
             optimizers=task.optimizers,
         )
-        self.host_memory_bytes = bytes_on_host(self.optimizer)
+        self._bytes_on_host = bytes_on_host(self.optimizer)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
@@ -418,9 +418,9 @@ class Trainer:
 
     def _statistics(self, others: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
         """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
-        figures = dict(others)
-        if self.host_memory_bytes:
-            figures["host_memory_bytes"] = self.host_memory_bytes
+        figures, activations = dict(others), self.task.offloading
+        if on_host := self._bytes_on_host + (0 if activations is None else activations.host_bytes):
+            figures["host_memory_bytes"] = on_host
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":

@@ -134,3 +134,11 @@ def test_a_record_has_the_host_only_if_something_is_there(rank_pools: RankPools)
         assert kept == recorded
     for kept, recorded in rank_pools(2).run(kept_by_step, "--optimizer-offload-fraction 0"):
         assert (kept, recorded) == (0, None)
+
+
+def test_a_record_has_the_buffers_of_activations_that_stay(rank_pools: RankPools) -> None:
+    layers = "--optimizer-offload-fraction 0 --cpu-offloading-num-layers 1"
+    for kept, recorded in rank_pools(2).run(kept_by_step, f"{layers} --cpu-offloading-retain-pinned-cpu-buffers"):
+        assert kept == 0 < recorded
+    for _, recorded in rank_pools(2).run(kept_by_step, layers):
+        assert recorded is None

@@ -352,3 +352,15 @@ def test_a_buffer_is_written_after_it_has_been_read() -> None:
         for _ in range(2):
             step(network, offload, IN_TURN)
     assert waited == [True] * (2 * 3 - 1) * 2 * 2
+
+
+def test_a_buffer_that_a_failed_step_still_writes_is_not_freed() -> None:
+    network = Network()
+    offload = offloaded(network, 2, LateTransfers, retains=False)
+    offload.begin_step({(0, 0): 0})
+    offload.before_forward(0, 0)
+    network(None, torch.ones(TOKENS, WIDTH, dtype=torch.float64))  # its copies have begun, and nothing reads them
+    (buffer, *_), *_ = offload._buffers.values()
+    assert not buffer.memory.any()
+    offload.end_step()
+    assert buffer.memory.any()

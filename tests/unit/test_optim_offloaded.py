@@ -72,6 +72,18 @@ def test_a_slice_fetched_before_an_update_is_not_gathered_after_it() -> None:
     assert bool((bucket.parameters == 3.0).all())
 
 
+def test_a_slice_fetched_before_a_load_is_not_gathered_after_it() -> None:
+    transfers = Transfers(CPU)
+    optimizer = offloading(transfers, DataParallel(torch.float64, zero_stage=3, slices_on_host=transfers))
+    bucket = optimizer.buckets[0]
+    bucket.begin_fetch()
+    with optimizer.settable_for_load():
+        bucket.parameter_shard.fill_(3.0)
+    bucket.begin_parameter_gather()
+    bucket.finish_parameter_gather()
+    assert bool((bucket.parameters == 3.0).all())
+
+
 def test_a_slice_is_not_changed_while_it_is_being_fetched() -> None:
     transfers = LateTransfers(CPU)
     optimizer = offloading(transfers, DataParallel(torch.float64, zero_stage=3, slices_on_host=transfers))
