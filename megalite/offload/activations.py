@@ -272,7 +272,7 @@ class ActivationOffload:
         for layer in self._leaving:
             with _said(layer):
                 for saved in layer.storages:
-                    saved.sent.release()
+                    saved.written.release()
             layer.sources.clear()
         self._leaving.clear()
 
