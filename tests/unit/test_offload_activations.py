@@ -360,7 +360,7 @@ def test_a_buffer_that_a_failed_step_still_writes_is_not_freed() -> None:
     offload.begin_step({(0, 0): 0})
     offload.before_forward(0, 0)
     network(None, torch.ones(TOKENS, WIDTH, dtype=torch.float64))  # its copies have begun, and nothing reads them
-    (buffer, *_), *_ = offload._buffers.values()
+    *_, (buffer, *_) = offload._buffers.values()  # those of the layers before have been waited for
     assert not buffer.memory.any()
     offload.end_step()
     assert buffer.memory.any()
