@@ -89,7 +89,7 @@ class _Layer:
 
 
 class _Kept(NamedTuple):
-    """What the graph keeps of a tensor.
+    """Place holder of a tensor in the graph.
 
     Attributes:
         tensor: the tensor, if it stays. Otherwise it is empty; both count the changes in place, `version` at first.

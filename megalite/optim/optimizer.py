@@ -322,6 +322,7 @@ class Optimizer:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
     def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
+        """Apply the complete gradients. Those for the host leave before anything is updated."""
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:

@@ -33,7 +33,7 @@ class Memory:
     activations: int
     """Peak of the micro-batches in flight, on the device."""
     host: int = 0
-    """What offloading keeps in the host's memory: no other figure has it."""
+    """Bytes that offloading keeps in the host's memory: no other figure has them."""
 
     @property
     def total(self) -> int:

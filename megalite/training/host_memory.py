@@ -33,6 +33,7 @@ def require_room_on_host(needed: int, offload: OffloadConfig, mesh: ParallelMesh
 
 
 def _too_little(name: str, ranks: int, size: int, limit: int, offload: OffloadConfig) -> str:
+    """Return the message that a host has too little memory, with what to change."""
     words = (
         f"the {ranks} ranks of host {name} keep {size / _GIB:.2f} GiB in its memory, of which they may have "
         f"{limit / _GIB:.2f} GiB (the limit of their control group, or what the machine has): "

@@ -281,7 +281,7 @@ def test_a_tensor_that_changes_after_it_was_saved_is_an_error_as_without_offload
     offload.before_forward(0, 0)
     output = changed(hidden * 1)
     offload.before_backward(0, 0)
-    with pytest.raises(MegaliteError, match="layer 0 of chunk 0, micro-batch 0: a tensor .* has been changed in place"):
+    with pytest.raises(MegaliteError, match="a tensor that was saved for backward has been changed"):
         output.sum().backward()
 
 

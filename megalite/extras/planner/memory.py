@@ -37,7 +37,7 @@ class RankMemory:
     reserved: float
     """Memory that the GPU's driver and the communication library take."""
     host: float = 0.0
-    """What offloading keeps in the host's memory: no other figure has it."""
+    """Bytes that offloading keeps in the host's memory: no other figure has them."""
 
     @property
     def of_device(self) -> tuple[float, ...]:

@@ -208,6 +208,7 @@ class Recorder(TorchDispatchMode):
             self._count(key, storage.nbytes())
 
     def _count(self, key: int, size: int) -> None:
+        """Set the bytes of a storage, of the device or of the host."""
         before = self._sizes.pop(key, 0)
         if size:
             self._sizes[key] = size
