@@ -13,6 +13,8 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.synchronization import SynchronizationConfig
 
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+"""Modules that offload, in the order in which a layer runs them."""
+MODULES_OF_EXPERTS: tuple[OffloadModule, ...] = ("expert_fc1", "moe_act")
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.offload import OffloadConfig
+from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig
 from megalite.config.pipeline_layout import layers_of_ranks, stage_layers
 from megalite.config.run import RunConfig
-
-_OF_EXPERTS = {"expert_fc1", "moe_act"}
 
 
 def activation_problems(config: RunConfig) -> Iterator[str]:
@@ -53,7 +51,7 @@ def offload_switch_problems(offload: OffloadConfig) -> Iterator[str]:
 def _modules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with --offload-modules, or leaves them nothing to offload."""
     modules, training = config.offload.offload_modules, config.training
-    of_experts = [module for module in modules if module in _OF_EXPERTS]
+    of_experts = [module for module in modules if module in MODULES_OF_EXPERTS]
     if "attn_proj" in modules and "core_attn" not in modules:
         yield (
             "--offload-modules attn_proj needs core_attn beside it: what the output layer saves is the core's output, "

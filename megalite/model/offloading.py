@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
-from megalite.config.offload import OffloadConfig, OffloadModule
+from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.model.attention import Attention
 from megalite.model.block import Block
 from megalite.model.gpt import GPT
@@ -76,9 +76,9 @@ def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[Chosen
     for number, chunk in enumerate(chunks):
         for start, stop, recomputed in _spans(chunk):
             for index in range(start, stop) if not recomputed else ():
-                own = [module for module in _MODULES if module in options.offload_modules]
+                own = [module for module in get_args(OffloadModule) if module in options.offload_modules]
                 has_experts = isinstance(_block(chunk.layers[index]).mlp, MoE)
-                found += [(number, index, module) for module in own if has_experts or module not in _OF_EXPERTS]
+                found += [(number, index, module) for module in own if has_experts or module not in MODULES_OF_EXPERTS]
     # As in Megatron-LM: the number that stays is rounded down.
     staying = int(len(found) * (1 - options.activation_offload_fraction))
     chosen: list[dict[int, list[OffloadModule]]] = [{} for _ in chunks]
@@ -137,16 +137,3 @@ def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadM
             experts.up_product = within_module(offload, experts.up_product)
         else:
             experts.down_product = within_module(offload, experts.down_product)
-
-
-_MODULES: tuple[OffloadModule, ...] = (
-    "attn_norm",
-    "qkv_linear",
-    "core_attn",
-    "attn_proj",
-    "mlp_norm",
-    "expert_fc1",
-    "moe_act",
-)
-"""Modules in the order in which a layer runs them."""
-_OF_EXPERTS = ("expert_fc1", "moe_act")

@@ -103,10 +103,17 @@ class _Layer:
 
 
 class _Kept(NamedTuple):
-    """Place holder that the graph keeps instead of a tensor."""
+    """Place holder of a tensor in the graph.
+
+    Attributes:
+        tensor: the tensor, if it stays. Otherwise it is empty; both count the changes in place, `version` at first.
+        saved: the storage of one that goes.
+    """
 
     layer: _Layer
-    saved: _Saved
+    tensor: Tensor
+    version: int
+    saved: _Saved | None
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -243,15 +250,20 @@ class ActivationOffload:
 
     def _keep(self, layer: _Layer, tensor: Tensor) -> _Kept | Tensor:
         """Return what the graph keeps of a tensor that an operation of the layer saves."""
-        if not self._goes(layer, tensor):
-            return tensor if tensor.is_leaf else tensor.detach()  # an output that its own node keeps is never freed
+        goes = self._goes(layer, tensor)
+        if tensor.is_leaf and not goes:
+            return tensor
+        view = tensor.detach()  # an output that its own node keeps is never freed
+        as_saved = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        if not goes:
+            return _Kept(layer, view, tensor._version, None, *as_saved)
+        view.data = view.new_empty(0)
         storage = tensor.untyped_storage()
         # The version: what was changed in place since it was saved is another tensor.
         key = storage_identity(storage), tensor._version
         if key not in layer.sources:
             layer.sources[key] = storage, self._send(layer, storage, tensor.device)
-        saved, offset = layer.sources[key][1], int(tensor.storage_offset())
-        return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return _Kept(layer, view, tensor._version, layer.sources[key][1], *as_saved)
 
     def _goes(self, layer: _Layer, tensor: Tensor) -> bool:
         """Tell whether a tensor is offloaded."""
@@ -323,6 +335,10 @@ class ActivationOffload:
         if isinstance(kept, Tensor):
             return kept
         layer, saved = kept.layer, kept.saved
+        if kept.tensor._version != kept.version:  # torch itself does not look where tensors are packed
+            raise MegaliteError(f"{layer.place}: a tensor that was saved for backward has been changed in place since")
+        if saved is None:
+            return kept.tensor
         self._bring_back(layer)
         if layer.before is not None:
             before, layer.before = layer.before, None

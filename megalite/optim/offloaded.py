@@ -121,6 +121,8 @@ class HostCopy:
 
     def take_parameters(self) -> None:
         """Copy the weights from the device, where something other than an update has set them."""
+        if self._going is not None:
+            self._going.release()
         if not self._is_mirror:
             self._transfers.begin("to host", self._parameters, self._mirror).wait()
 
@@ -153,7 +155,7 @@ class OnHost(UpdateRule):
         return self.rule.collectives()
 
 
-class Transfer(NamedTuple):
+class ElementCopy(NamedTuple):
     """Copy that belongs to an update: elements [start, stop) of a bucket.
 
     Gradients leave once their sum over the ranks is complete, and are there before the update of these elements. Their
@@ -166,21 +168,21 @@ class Transfer(NamedTuple):
     stop: int
 
 
-def declared_transfers(rules: Iterable[UpdateRule], buckets: Sequence[Bucket]) -> list[Transfer]:
+def declared_copies(rules: Iterable[UpdateRule], buckets: Sequence[Bucket]) -> list[ElementCopy]:
     """Return the copies of an update by these rules; those of each direction begin in this order."""
     copies = [copy for rule in rules if isinstance(rule, OnHost) for copy in rule.copies]
-    coming = [Transfer("to host", buckets.index(copy.bucket), copy.start, copy.stop) for copy in copies]
+    coming = [ElementCopy("to host", buckets.index(copy.bucket), copy.start, copy.stop) for copy in copies]
     return [
         *coming,
         *(each._replace(direction="to device") for each in coming if not buckets[each.bucket].slice_on_host),
     ]
 
 
-def check_transfers(transfers: Sequence[Transfer], on_host: Sequence[range], there: Collection[int]) -> None:
+def check_copies(copies: Sequence[ElementCopy], on_host: Sequence[range], there: Collection[int]) -> None:
     """Prove that each element whose state is on the host comes and goes once in an update.
 
     Args:
-        transfers: the copies of an update.
+        copies: those of an update.
         on_host: the elements of each bucket whose state is on the host.
         there: numbers of the buckets that keep their weights on the host: these do not go.
 
@@ -188,7 +190,7 @@ def check_transfers(transfers: Sequence[Transfer], on_host: Sequence[range], the
     """
     for direction in ("to host", "to device"):
         for number, wanted in enumerate(on_host):
-            own = sorted(each for each in transfers if (each.direction, each.bucket) == (direction, number))
+            own = sorted(each for each in copies if (each.direction, each.bucket) == (direction, number))
             end = wanted.start
             for each in own:
                 if each.start != end:

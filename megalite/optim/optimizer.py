@@ -31,7 +31,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
-from megalite.optim.offloaded import HostState, OnHost, check_transfers, declared_transfers
+from megalite.optim.offloaded import HostState, OnHost, check_copies, declared_copies
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
@@ -122,7 +122,7 @@ class Optimizer:
         self.rules = self.synchronization.rules(self._make_rules(), self.shards)
         if host is not None:
             there = [number for number, bucket in enumerate(buckets) if bucket.slice_on_host]
-            check_transfers(declared_transfers(self.rules, buckets), [shard.on_host for shard in self.shards], there)
+            check_copies(declared_copies(self.rules, buckets), [shard.on_host for shard in self.shards], there)
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange

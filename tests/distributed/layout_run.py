@@ -27,7 +27,7 @@ from megalite.offload.activations import Place
 from megalite.offload.transfers import Direction, make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
-from megalite.optim.offloaded import HostState, declared_transfers
+from megalite.optim.offloaded import HostState, declared_copies
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
@@ -248,7 +248,7 @@ def assert_as_declared(optimizer: Optimizer, begun: list[tuple[Direction, int]])
         "to device": optimizer.buckets[0].parameters.itemsize if optimizer.buckets else 0,
     }
     for direction, size in sizes.items():
-        declared = [t for t in declared_transfers(optimizer.rules, optimizer.buckets) if t.direction == direction]
+        declared = [t for t in declared_copies(optimizer.rules, optimizer.buckets) if t.direction == direction]
         expected = [(t.stop - t.start) * size for t in declared]
         assert sorted(bytes for way, bytes in begun if way == direction) == sorted(expected), direction
 

@@ -248,13 +248,14 @@ def test_a_layer_that_runs_twice_offloads_its_first_call() -> None:
 
 
 def test_what_changes_after_it_was_saved_is_copied_again() -> None:
-    """Two operations save parts of one storage, and in between the second part gets its values."""
+    """Two operations save parts of one storage, and in between the second part gets its values. Backward needs only
+    that one."""
 
     class Parts(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             whole = torch.zeros(2, *hidden.shape, dtype=hidden.dtype)
-            first = _Square.apply(hidden, whole[0])
-            second: Tensor = _Square.apply(first, whole[1])
+            _Square.apply(hidden, whole[0])
+            second: Tensor = _Square.apply(hidden, whole[1])
             return second
 
     class _Square(torch.autograd.Function):
@@ -277,7 +278,30 @@ def test_what_changes_after_it_was_saved_is_copied_again() -> None:
     offload.before_backward(0, 0)
     output.sum().backward()
     assert hidden.grad is not None
-    assert hidden.grad.tolist() == [4 * 2.0**3] * 3
+    assert hidden.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("minimum", [0, 100])
+def test_a_tensor_that_changes_after_it_was_saved_is_an_error_as_without_offloading(minimum: int) -> None:
+    """Also of one that stays, as it is small."""
+
+    class Changed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            squared = hidden.square()
+            hidden.add_(1.0)
+            return squared
+
+    changed, hidden = Changed(), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed(hidden * 1).sum().backward()
+    offload = ActivationOffload(ThreadTransfers(CPU), [changed], [[0]], minimum=minimum)
+    around(changed, lambda arguments: offload.around_layer(0, 0, arguments, everything=True))
+    offload.begin_step({(0, 0): 0})
+    offload.before_forward(0, 0)
+    output = changed(hidden * 1)
+    offload.before_backward(0, 0)
+    with pytest.raises(MegaliteError, match="a tensor that was saved for backward has been changed"):
+        output.sum().backward()
 
 
 def test_a_copy_that_fails_is_an_error_that_names_the_layer() -> None:

@@ -15,7 +15,7 @@ from megalite.model.gpt import GPT
 from megalite.offload.transfers import Copy, Direction, Transfers, make_transfers
 from megalite.optim.buckets import DataParallel
 from megalite.optim.layout import BucketShardSpec, bucket_layouts
-from megalite.optim.offloaded import HostState, Transfer, check_transfers, elements_on_host
+from megalite.optim.offloaded import ElementCopy, HostState, check_copies, elements_on_host
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -109,7 +109,7 @@ def test_copies_that_leave_out_or_repeat_elements_are_refused(
     transfers: list[tuple[Direction, int, int, int]], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
-        check_transfers([Transfer(*each) for each in transfers], [range(512)], ())
+        check_copies([ElementCopy(*each) for each in transfers], [range(512)], ())
 
 
 def test_a_run_that_offloads_nothing_has_no_engine() -> None:
