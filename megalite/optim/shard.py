@@ -181,12 +181,8 @@ class _Part:
 
 
 def of_slot(slot: Slot, segments: Iterable[Segment]) -> list[Segment]:
-    """Return those of the segments that have elements of a slot."""
-    return [
-        each
-        for each in segments
-        if any(slot is its for its in each.slots) and slot.start < each.stop and each.start < slot.stop
-    ]
+    """Return those of a shard's segments that have elements of a slot of its bucket."""
+    return [each for each in segments if slot.start < each.stop and each.start < slot.stop]
 
 
 class Shard:
