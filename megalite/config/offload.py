@@ -52,6 +52,11 @@ class OffloadConfig:
     def offloads_activations(self) -> bool:
         return self.fine_grained_activation_offloading or self.cpu_offloading_num_layers > 0
 
+    @property
+    def fraction_on_host(self) -> float:
+        """Share of a rank's weights whose optimizer state is on the host; 0 without --optimizer-cpu-offload."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
 
 def offload_problems(
     offload: OffloadConfig,
@@ -84,9 +89,8 @@ def _parameters(offload: OffloadConfig, parallel: ParallelConfig) -> Iterator[st
             "--parameter-offload needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not ZeRO "
             f"{parallel.zero_stage}: the other stages use all weights where they are"
         )
-    if not offload.optimizer_cpu_offload or offload.optimizer_offload_fraction < 1.0:
+    if offload.fraction_on_host < 1.0:
         yield (
             "--parameter-offload needs --optimizer-cpu-offload with --optimizer-offload-fraction 1, not "
-            f"{offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0}: slices on the host are "
-            "updated there"
+            f"{offload.fraction_on_host:g}: slices on the host are updated there"
         )

@@ -79,6 +79,12 @@ class Transfers:
             return torch.zeros(elements, dtype=dtype)
         return host_memory(elements * dtype.itemsize, self.device).view(dtype)
 
+    def copied_to_host(self, values: Tensor, *, pinned: bool = True) -> Tensor:
+        """Return a copy of flat values in host memory, complete; `pinned` as in `on_host`."""
+        copy = self.on_host(len(values), values.dtype, pinned=pinned)
+        self.begin("to host", values, copy).wait()
+        return copy
+
 
 class _Ended:
     def wait(self) -> None:

@@ -94,7 +94,8 @@ class ParameterBucket:
         self._fetched: tuple[Tensor, Copy] | None = None
         self._last_fetch: Copy | None = None
         if self.zero_stage == 3:
-            self.parameter_shard = self._kept(self.parameter_shard)
+            own = self.parameter_shard
+            self.parameter_shard = own.clone() if self._transfers is None else self._transfers.copied_to_host(own)
             free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
         self.keeps_gathered = False
@@ -109,13 +110,6 @@ class ParameterBucket:
     def slice_on_host(self) -> bool:
         """True if `parameter_shard` is in the host's memory."""
         return self._transfers is not None
-
-    def _kept(self, values: Tensor) -> Tensor:
-        if self._transfers is None:
-            return values.clone()
-        kept = self._transfers.on_host(len(values), values.dtype)
-        self._transfers.begin("to host", values, kept).wait()
-        return kept
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter

@@ -49,16 +49,11 @@ class HostPart:
     def mirror(self, parameters: Tensor) -> Tensor:
         """Return a copy on the host of these elements of a shard's parameters."""
         own = parameters[: self.elements]
-        mirror = self._flat(own, pinned=self.options.pin_parameters)
-        self.options.transfers.begin("to host", own, mirror).wait()
-        return mirror
+        return self.options.transfers.copied_to_host(own, pinned=self.options.pin_parameters)
 
     def buffer(self, gradients: Tensor) -> Tensor:
         """Return a buffer on the host for these elements of a shard's gradients."""
-        return self._flat(gradients[: self.elements], pinned=self.options.pin_gradients)
-
-    def _flat(self, like: Tensor, *, pinned: bool) -> Tensor:
-        return self.options.transfers.on_host(len(like), like.dtype, pinned=pinned)
+        return self.options.transfers.on_host(self.elements, gradients.dtype, pinned=self.options.pin_gradients)
 
 
 class HostCopy:
@@ -127,7 +122,7 @@ class HostCopy:
             self._transfers.begin("to host", self._parameters, self._mirror).wait()
 
 
-def fetch_gradients(copies: Sequence[HostCopy], after: Ready | None) -> Sequence[Copy]:
+def fetch_gradients(copies: Sequence[HostCopy], after: Ready | None = None) -> Sequence[Copy]:
     """Begin to copy the gradients of consecutive elements to the host, once `after` has ended."""
     first, *others = copies
     return [first.fetch_gradients(after), *(copy.fetch_gradients() for copy in others)]
@@ -141,8 +136,7 @@ class OnHost(UpdateRule):
 
     def fetch_gradients(self) -> None:
         """Begin to copy the gradients that are not on their way."""
-        for copy in self.copies:
-            copy.fetch_gradients()
+        fetch_gradients(self.copies)
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         for copy in self.copies:

@@ -26,7 +26,7 @@ from megalite.tasks import memory
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters
-from megalite.training.host_memory import require_room_on_host
+from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own

@@ -56,7 +56,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
-from megalite.training.host_memory import require_room_on_host
+from megalite.training.room_on_host import require_room_on_host
 
 
 def make_loader(
@@ -254,7 +254,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
-        fraction_on_host=config.offload.optimizer_offload_fraction if config.offload.optimizer_cpu_offload else 0.0,
+        fraction_on_host=config.offload.fraction_on_host,
         own=optimizer,
         optimizers=optimizers,
     )
@@ -313,7 +313,7 @@ def host_state(offload: OffloadConfig, device: torch.device) -> HostState | None
         return None
     return HostState(
         make_transfers(device),
-        offload.optimizer_offload_fraction,
+        offload.fraction_on_host,
         overlap=offload.overlap_cpu_optimizer_d2h_h2d,
         pin_gradients=offload.pin_cpu_grads,
         pin_parameters=offload.pin_cpu_params,

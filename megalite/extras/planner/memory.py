@@ -87,7 +87,7 @@ class Element:
             dtype.itemsize,
             gradient_dtype(config).itemsize,
             bytes_per_element(optimizer, _WEIGHTS, dtype) + master,
-            config.offload.optimizer_offload_fraction if config.offload.optimizer_cpu_offload else 0.0,
+            config.offload.fraction_on_host,
             config.offload.parameter_offload,
         )
 
