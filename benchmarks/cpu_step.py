@@ -40,7 +40,7 @@ from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
-from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.exact_sum import sums_of_squares
 
 LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, BATCH, MICRO_BATCHES = 4, 256, 4, 688, 256, 4, 4
 TOKENS = SEQUENCE * BATCH * MICRO_BATCHES

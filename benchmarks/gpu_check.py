@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_as_rank, gpu_own_model, gpu_speed, kernels
+from benchmarks import gpu_as_rank, gpu_offload, gpu_own_model, gpu_speed, kernels
 from benchmarks.gpu_compression import COPIES, compare_with_copy
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways, time_parts
 from benchmarks.gpu_experts import (
@@ -278,6 +278,17 @@ def check_as_rank(report: Report) -> None:
             report.fail(f"as rank: {row['name']}")
 
 
+def check_offload(report: Report) -> None:
+    """Step time by the share on the host, the share of hidden copies, and the largest model with and without."""
+    for row in gpu_offload.times(gpu=report.gpu, deadline=report.deadline):
+        report.tell("offload", row, _words(row))
+        difference = row.get("largest relative difference")
+        if "failed" in row or (isinstance(difference, float) and not difference <= gpu_offload.TOLERANCE):
+            report.fail(f"offload: {row['way']}")
+    for row in gpu_offload.largest_models(gpu=report.gpu, deadline=report.deadline):
+        report.tell("offload", row, _words(row))
+
+
 PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
     "operations": check_operations,
@@ -291,6 +302,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "resume": check_resume,
     "layouts": check_layouts,
     "as-rank": check_as_rank,
+    "offload": check_offload,
 }
 ON_GPUS_ALONE = ("kernels", "operations", "layouts")
 NOTHING_CHECKED = 2

@@ -23,11 +23,11 @@ from megalite.model.context_parallel import ContextParallelCore, _AttentionByPar
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.attention_plan import FirstKeys, Round, rounds
 from megalite.parallel.context import AttentionWay, ParallelContext
-from megalite.parallel.inside import Inside
 from megalite.parallel.key_value_exchange import Ring
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout, zigzag
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.attention import dense_mask, goes_in_blocks
 from megalite_kernels.measure import time_interleaved
 from megalite_kernels.torch_internals import operator_of_attention

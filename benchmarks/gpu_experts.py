@@ -21,7 +21,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.parallel.tally import end_step
+from megalite.parallel.state import end_step
 from megalite_kernels.grouped import grouped_product
 
 PRODUCT_TOLERANCE = 4e-3  # norm of the error; bf16 rounds the result by 2e-3 to 4e-3

@@ -23,8 +23,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
 
 Made = TypeVar("Made", bound=Tensor)
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""Value of `__torch_function__` in classes of tensors whose operators go to `__torch_dispatch__` alone."""
 _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo; of NCCL, if torch is built with it
 
 
@@ -102,6 +105,14 @@ def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> 
 def make_subclass(kind: type[Made], data: Tensor) -> Made:
     """Return a tensor of our own class that shares `data` and requires a gradient, created as `nn.Parameter` is."""
     return torch.Tensor._make_subclass(kind, data, True)
+
+
+def make_wrapper(kind: type[Made], data: Tensor, device: torch.device) -> Made:
+    """Return a tensor of our own class, which has no storage, on a device, with the shape and the dtype of `data`."""
+    strides, offset = data.stride(), data.storage_offset()
+    return torch.Tensor._make_wrapper_subclass(
+        kind, data.shape, strides=strides, storage_offset=offset, dtype=data.dtype, device=device
+    )
 
 
 def storage_identity(of: Tensor | torch.UntypedStorage) -> int:

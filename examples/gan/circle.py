@@ -7,7 +7,6 @@ torchrun --standalone --max-restarts=0 --nproc-per-node 2 examples/gan/circle.py
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ class Gan(nn.Module):
         return self.critic(real), self.critic(drawn), drawn
 
 
-def losses(outputs: Any, batch: Any) -> dict[str, Tensor]:
+def losses(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> dict[str, Tensor]:
     real, false, _ = outputs
     return {"critic": (softplus(-real) + softplus(false)).sum(), "generator": softplus(-false).sum()}
 

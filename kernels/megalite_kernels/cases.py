@@ -22,10 +22,9 @@ from megalite_kernels.cross_entropy import gradient_, statistics
 from megalite_kernels.digits import DIGIT_BITS, UNIT_BITS
 from megalite_kernels.dropout import drop
 from megalite_kernels.dropout_mask import DropoutMask
-from megalite_kernels.exact_sum import exact_digits, exact_digits_reference
+from megalite_kernels.exact_sum import exact_digits, exact_digits_reference, sums_of_squares
 from megalite_kernels.expert_cases import expert_cases
 from megalite_kernels.formats import FORMATS
-from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
@@ -212,7 +211,7 @@ class Update:
 
 def _quantized(moments: Sequence[Tensor], format: torch.dtype) -> list[Quantized]:
     """Quantize the average and, if there is one, the average of squares."""
-    kept = [Quantized.zeros(len(each), format, each.device, root=at == 1) for at, each in enumerate(moments)]
+    kept = [Quantized.zeros(each, format, root=at == 1) for at, each in enumerate(moments)]
     for moment, values in zip(kept, moments, strict=True):
         moment.set(values, 0)
     return kept

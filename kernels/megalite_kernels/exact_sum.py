@@ -1,5 +1,11 @@
-"""Exact sums of float64 numbers as digits of 32 bits, so that the result does not depend on the order of additions.
+"""L2 norms with the same bits in any layout: sums of squares of blocks, and exact sums of them.
 
+A flat buffer has one sum of squares per block of 64 elements. It depends only on these elements, not on their position
+in the buffer. The reference sums in float64. The kernel sums a block in fp32, scaled by a power of two if squares would
+overflow or underflow, with an error within 1e-6 of the reference. The sum of a block that contains an infinity or a NaN
+is an infinity or a NaN.
+
+An exact sum of float64 numbers has digits of 32 bits, so that the result does not depend on the order of additions.
 Every finite float64 number is a multiple of 2**-UNIT_BITS. Its 53 bits are added to three digits of the sum, as
 integers. The reference first adds the mantissas of numbers with the same exponent. No number may be negative.
 """
@@ -11,10 +17,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megalite_kernels import launch
 from megalite_kernels.digits import DIGIT_BITS, DIGITS, HIGHEST_EXPONENT, LOWEST_EXPONENT, MANTISSA_BITS, UNIT_BITS
 from megalite_kernels.implementation import current
 
+BLOCK = 64
 EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 INFINITIES, NANS, COLUMNS = EXPONENTS, EXPONENTS + 1, EXPONENTS + 2
 """Columns of the table beside those of the exponents, with the numbers of infinities and of NaNs."""
@@ -23,6 +32,17 @@ HALF_BITS = 26
 """Number of bits in the lower half of a mantissa. Sums of 2**36 halves do not overflow int64."""
 
 # ------------------------------------------------------------------------------------------------- the reference
+
+
+def sums_of_squares_reference(values: Tensor) -> Tensor:
+    """Compute the sums in chunks that fit in the cache. torch sums every row of a matrix in the same order."""
+    sums = torch.empty(-(-values.numel() // BLOCK), dtype=torch.float64, device=values.device)
+    blocks = max(launch.chunk_elements(values.device) // BLOCK, 1)
+    for out, chunk in zip(sums.split(blocks), values.split(blocks * BLOCK), strict=True):
+        wide = chunk.double()
+        squares = pad(wide * wide, (0, -chunk.numel() % BLOCK))
+        torch.sum(squares.view(-1, BLOCK), 1, out=out)
+    return sums
 
 
 def exact_digits_reference(numbers: Sequence[Tensor]) -> Tensor:
@@ -56,6 +76,21 @@ def _table(numbers: Sequence[Tensor]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- public functions
+
+
+def sums_of_squares(values: Tensor) -> Tensor:
+    """Compute the sums of [elements] as float64 [elements / 64, rounded up], on the same device.
+
+    Raises:
+        ValueError: the buffer is not contiguous.
+    """
+    if not current().runs_triton("optimizer", values):
+        return sums_of_squares_reference(values)
+    if not values.is_contiguous():
+        raise ValueError("a flat buffer must be contiguous")
+    from megalite_kernels.optimizer_kernels import launch_sums_of_squares
+
+    return launch_sums_of_squares(values, BLOCK)
 
 
 def exact_digits(numbers: Sequence[Tensor]) -> Tensor:

@@ -37,12 +37,19 @@ class Quantized:
     root: bool
 
     @staticmethod
-    def zeros(elements: int, format: torch.dtype, device: torch.device, *, root: bool) -> Quantized:
-        codes = torch.zeros(elements, dtype=torch.int8, device=device).view(format)
-        return Quantized(codes, torch.zeros(-(-elements // BLOCK), device=device), root)
+    def zeros(like: Tensor, format: torch.dtype, *, root: bool) -> Quantized:
+        codes = torch.zeros_like(like, dtype=torch.int8).view(format)
+        return Quantized(codes, like.new_zeros(-(-len(like) // BLOCK), dtype=torch.float32), root)
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def __getitem__(self, part: slice) -> Quantized:
+        """Return a view of elements, the first of which begins a block."""
+        start, stop, _ = part.indices(len(self))
+        if start % BLOCK:
+            raise ValueError(f"element {start} does not begin a block of {BLOCK}")
+        return Quantized(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.root)
 
     @property
     def bytes(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels of the updates and of sums of squares, and their launchers: see optimizer.py, l2_norm.py."""
+"""Triton kernels of the updates and of sums of squares, and their launchers: see optimizer.py, exact_sum.py."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import DataParallel, plan_buckets
 from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, is_main_replica, unique_parameters
+from megalite.optim.offloaded import elements_on_host
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import Rounded, View
 from megalite.optim.replica import ANCHOR, BucketPart, BucketState, Replica, bucket_parts
@@ -92,6 +93,7 @@ class Plan:
         bucket_states: Sequence[BucketState] = (),
         rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
         replicas: int = 1,
+        fraction_on_host: float = 0.0,
         own: Optimizer | None = None,
         optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
     ) -> None:
@@ -107,12 +109,13 @@ class Plan:
             rank_states: returns a rank's private state, given the layouts of its trained buckets.
             replicas: the number of blocks of data-parallel ranks with weights and state of their own. `contents_at`
                 gets the mesh of a rank in the first of them.
+            fraction_on_host: the share of a rank's elements whose state is on the host.
             own: the optimizer of this rank. Ranks that differ from it only in their data-parallel position have the
                 same contents, which are then not built.
             optimizers: the hyperparameters by the name of the optimizer, if there are several.
         """
         self.mesh, self._contents_at, self._optimizer, self._optimizers = mesh, contents_at, optimizer, optimizers
-        self._zero_stage, self._instances = zero_stage, instances
+        self._zero_stage, self._instances, self._fraction_on_host = zero_stage, instances, fraction_on_host
         self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
         self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
         self._known: dict[tuple[int, ...], tuple[int, Contents]] = {}
@@ -132,6 +135,7 @@ class Plan:
             optimizer.config,
             zero_stage=0,
             instances=1,
+            fraction_on_host=optimizer.fraction_on_host,
             bucket_states=list(optimizer.bucket_states),
             rank_states=lambda layouts: private,
             own=optimizer,
@@ -152,10 +156,13 @@ class Plan:
         at = self._inner.coordinates_of(first)
         specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *contents.frozen)]
         trained = specs[: len(contents.trained)]
+        on_host = [0] * len(specs)
+        if self._fraction_on_host:
+            on_host[: len(trained)] = elements_on_host(trained, self._fraction_on_host)
         slices = (
             (slot.parameter, start, stop, self._dtypes(slot.parameter, trained=number < len(trained)))
             for number, spec in enumerate(specs)
-            for slot, start, stop in _slots(spec, *(spec.saved if saved else spec.updated))
+            for slot, start, stop in _slots(spec, *(spec.saved if saved else spec.updated), on_host[number])
         )
         kinds = self._rank_states(contents.trained)
         private = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in kinds.items()}
@@ -218,12 +225,16 @@ def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -
     return [*((STATE, state) for state in modules), *((f"{OPTIMIZER}{name}/", state) for name, state in own)]
 
 
-def _slots(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
+def _slots(spec: BucketShardSpec, begin: int, end: int, on_host: int = 0) -> Iterator[tuple[Slot, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket.
 
-    Each one is (slot, start, stop), a range of the flattened parameter.
+    Each one is (slot, start, stop), a range of the flattened parameter. One whose state is on the host in part, which
+    has the first elements that the rank updates, comes twice.
     """
-    slots = spec.layout.slots
+    slots, middle = spec.layout.slots, spec.updated[0] + on_host
+    if begin < middle < end:
+        yield from _slots(spec, begin, middle)
+        begin = middle
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:
             return

@@ -91,7 +91,7 @@ def main() -> int:
     from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
-    from megalite.lifecycle.run_watchdog import joined
+    from megalite.lifecycle.launch import joined
     from megalite.storage import write_atomically
     from megalite.training.kernels import choose_kernels
 

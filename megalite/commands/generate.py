@@ -90,7 +90,7 @@ def main() -> int:
     from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
     from megalite.inference.text import encode_prompts, in_order, of_rank_0, read_prompts
-    from megalite.lifecycle.run_watchdog import joined
+    from megalite.lifecycle.launch import joined
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from megalite.errors import ConfigurationError
 
@@ -25,6 +27,17 @@ def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         flag, values = name.replace("_", "-"), [value] if equals else []
     if flag or values:
         yield flag, values
+
+
+def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of a command, which are the fields of a dataclass, and those of the run that it is about."""
+    names = {"help", "version", *(field.name for field in dataclasses.fields(arguments))}
+    own: list[str] = []
+    others: list[str] = []
+    for flag, values in flag_groups(argv):
+        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
+        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
+    return own, others
 
 
 def refuse_blank(flag: str, values: Iterable[str]) -> None:

@@ -34,7 +34,7 @@ def require_checkpoint(load: str) -> None:
 
 def no_checkpoint(load: str, flag: str = "--load") -> str:
     """Return the message that the folder of a flag has no checkpoint, with folders near it that have one."""
-    near = [] if is_url(load) else _near(Path(load))
+    near = [] if is_url(load) else folders_near(Path(load))
     why = f"{flag} {load} {'has no checkpoint' if is_url(load) or os.path.isdir(load) else 'is no folder'}"
     return f"{why}; there are some in {', '.join(near)}" if near else f"{why}: give the --save of a training"
 
@@ -44,14 +44,12 @@ def _may_have_checkpoint(load: str) -> bool:
         return True
     try:
         names = os.listdir(load)
-    except FileNotFoundError:
-        return False
     except (OSError, ValueError):
         return os.path.isdir(load)  # what cannot be read is reported where it is read
     return any(name.startswith("iter_") or name in _NAMES for name in names) or Path(load).name.startswith("iter_")
 
 
-def _near(load: Path) -> list[str]:
+def folders_near(load: Path) -> list[str]:
     """Return folders with checkpoints: in the folder, beside it, or beside the first of its parents that exists."""
     start = next((place for place in (load, *load.parents) if os.path.isdir(place)), Path())
     places = [(start, 2), (start.parent, 1)] if start == load else [(start, 2)]

@@ -16,6 +16,7 @@ from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import Note
+from megalite.config.near_checkpoints import folders_near
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -130,7 +131,8 @@ def _lacks_network(load: str) -> str:
     if is_url(load):
         return f"is no Hugging Face folder; if it is a run directory, {takes}"
     if not os.path.isdir(load):
-        return "is not a folder"
+        near = folders_near(Path(load))
+        return f"is not a folder; there are checkpoints in {', '.join(near)}" if near else "is not a folder"
     found = checkpoints_in(Path(load))
     if found == "megalite":
         return f"is a run directory: {takes}"

@@ -129,6 +129,14 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
     return tuple(lines)
 
 
+def layers_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Return the number of layers of each pipeline rank, over all its stages. Raises ConfigurationError."""
+    stages, found = stage_layers(model, parallel), [0] * parallel.pipeline_model_parallel_size
+    for rank, stage in zip(_ranks_of_stages(parallel, virtual_stages(model, parallel)), stages, strict=True):
+        found[rank] += stage.layers
+    return found
+
+
 def _joined(stages: Sequence[StageLayers]) -> StageLayers:
     """Join the stages of neighbouring ranks, in ascending or descending order of layers, into one."""
     first, layers = min(stage.first_layer for stage in stages), sum(stage.layers for stage in stages)

@@ -13,6 +13,7 @@ from megalite.config.data import DataConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
+from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.synchronization import SynchronizationConfig
@@ -29,6 +30,8 @@ class TaskConfig:
     """Data parallelism that communicates less."""
     optimizer: OptimizerConfig
     """The update rule and the learning rate."""
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """State and activations in the host's memory."""
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)

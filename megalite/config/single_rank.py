@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.atomic_files import require_output
+from megalite.config.command_line import split_flags
 from megalite.config.fields import NonNegativeInt, PositiveInt, changed, flag_of
-from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.errors import ConfigurationError
 
 
@@ -45,6 +45,10 @@ def take_single_rank(argv: Sequence[str], world_size: int) -> tuple[SingleRank |
     if "-h" in argv or "--help" in argv:
         return None, list(argv)
     own, rest = split_flags(Flags, argv)
+    if not own:
+        return None, rest
+    from megalite.config.tool_arguments import parse_tool_arguments  # imported here: few runs have these flags
+
     flags = parse_tool_arguments(Flags, "", own)
     if flags.as_rank is not None or flags.of is not None:
         if flags.as_rank is None or flags.of is None or flags != Flags(as_rank=flags.as_rank, of=flags.of):

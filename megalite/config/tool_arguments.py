@@ -94,17 +94,6 @@ def parse_tool_arguments(
     return parsed
 
 
-def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of a command, which are the fields of a dataclass, and those of the run that it is about."""
-    names = {"help", "version", *(field.name for field in dataclasses.fields(arguments))}
-    own: list[str] = []
-    others: list[str] = []
-    for flag, values in flag_groups(argv):
-        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
-        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
-    return own, others
-
-
 def _field(flag: str, names: Sequence[str], kinds: dict[str, Any]) -> tuple[str, bool]:
     """Return the field of a flag, and false if the flag turns it off. Raises ConfigurationError for an unknown flag."""
     name = (tables()["aliases"][flag] if flag in ("tp", "pp", "cp") else flag).replace("-", "_")

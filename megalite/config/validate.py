@@ -10,24 +10,27 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
-from megalite.config.experts import has_idle_softmax, with_router_weights
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
+from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
+from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
+    has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
+    with_router_weights,
 )
+from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
-from megalite.config.validate_synchronization import synchronization_problems, with_sites
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
@@ -51,7 +54,11 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     """
     check_numbers(config)
     config, _ = without_idle_flags(config)
-    config = with_sites(replace(config, model=with_router_weights(config.model)), world_size, node_ranks)
+    config = replace(config, model=with_router_weights(config.model))
+    if not config.synchronization.is_plain:
+        from megalite.config.validate_synchronization import with_sites
+
+        config = with_sites(config, world_size, node_ranks)
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
@@ -126,12 +133,14 @@ def validate(config: RunConfig, world_size: int) -> None:
         idle_positions(model),
         _layout(config),
         _communication(config),
-        synchronization_problems(config, world_size),
+        _synchronization(config, world_size),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),
         training_problems(training, data.seq_length),
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
+        _offload(config),
+        activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
         evaluation_problems(data, training.eval_iters),
@@ -149,15 +158,30 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
     problems = (
         _division(config, world_size, seq_length=1),
         _communication(config),
-        synchronization_problems(config, world_size),
+        _synchronization(config, world_size),
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
+        _offload(config),
+        offload_switch_problems(config.offload),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
+    """Return a line for each relation of the options of synchronization that does not hold."""
+    if config.synchronization == SynchronizationConfig():
+        return ()
+    from megalite.config.validate_synchronization import synchronization_problems
+
+    return synchronization_problems(config, world_size)
+
+
+def _offload(config: TaskConfig) -> Iterator[str]:
+    return offload_problems(config.offload, config.parallel, config.optimizer, config.synchronization, config.kernels)
 
 
 def _raise(problems: Iterable[str]) -> None:

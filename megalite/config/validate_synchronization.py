@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from megalite.config.fields import flag_of, needs
-from megalite.config.synchronization import Algorithm, SynchronizationConfig
+from megalite.config.synchronization import Algorithm
 from megalite.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ def with_sites(config: AnyConfig, world_size: int, node_ranks: int | None) -> An
 def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each relation of these options that does not hold."""
     chosen = config.synchronization
-    if chosen == SynchronizationConfig():
-        return
     yield from _compression_problems(config)
     yield from _local_update_problems(config)
     if chosen.has_servers:

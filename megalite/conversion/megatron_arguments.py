@@ -11,11 +11,10 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, megatron_flags
 from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.experts import with_router_weights
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
-from megalite.config.validate_model import model_problems, number_problems
+from megalite.config.validate_model import model_problems, number_problems, with_router_weights
 from megalite.conversion.folder_keys import NULL, KeyFate
 from megalite.errors import CheckpointError
 from megalite.small_files import shown

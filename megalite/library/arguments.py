@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from megalite.config import foreign_flags, megatron_flags
 from megalite.config.parallel import STRATEGIES
 from megalite.config.run import fields_by_name
 from megalite.config.yaml_file import nearest
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 
 _OF_OPTIMIZERS = {
     "lr": "lr={}",
@@ -93,6 +94,19 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: (-?\d+(?:\.\d+)?(?:e[+-]?\
 def in_arguments(message: str) -> str:
     """Return a message about flags in the words of a program: `--clip-grad -1.0` becomes `AdamW(clip_grad=-1.0)`."""
     return _FLAG.sub(lambda found: _argument(found[0], found[1], found[2]), message)
+
+
+@contextmanager
+def errors_in_arguments(**texts: str | None) -> Iterator[None]:
+    """Let errors about flags speak of arguments. `texts`: by flag, a value that no pattern would find."""
+    try:
+        yield
+    except (ConfigurationError, CheckpointError) as error:
+        message = str(error)
+        for name, value in texts.items():
+            message = message.replace(f"--{name} {value}", _argument("", name, repr(value)))
+        error.args = (in_arguments(message),)
+        raise
 
 
 def _argument(text: str, flag: str, value: str | None) -> str:

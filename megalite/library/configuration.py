@@ -19,7 +19,7 @@ from megalite.config.validate import validate, validate_task
 from megalite.config.validate_synchronization import with_sites
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.library.arguments import elsewhere, in_arguments, unknown
+from megalite.library.arguments import elsewhere, errors_in_arguments, unknown
 from megalite.library.settings import Layout, Optimizer, no_optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks.module_task import ModuleOptions
@@ -29,8 +29,7 @@ from megalite.training.task import ONLY, Task
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 _TAKEN = {
-    "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
-    "cp_comm_type "
+    "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce cp_comm_type "
     "microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
     "distributed_timeout_minutes",
     "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
@@ -88,22 +87,24 @@ def sections_of(
             fp16=precision == "fp16",
             fp64=precision == "fp64",
         ),
-        "checkpoint": CheckpointConfig(
-            save=None if save is None else str(save), resume=None if save is None else "auto"
-        ),
+        "checkpoint": CheckpointConfig() if save is None else CheckpointConfig(save=str(save), resume="auto"),
     }
 
 
 def sections_of_gpt(model: ModelConfig, seq_length: int | None, options: ModuleOptions) -> dict[str, Any]:
     """Return the sections that only a GPT has. Raises ConfigurationError for options that are for modules."""
     plain = ModuleOptions(options.stages, options.loss, options.count)
-    names = [each.name for each in fields(plain)]
     if options.optimizers:
         raise ConfigurationError("several optimizers are for modules, not for a GPTConfig: give one")
-    if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
+    if given := [each.name for each in fields(plain) if getattr(options, each.name) != getattr(plain, each.name)]:
         raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
     if seq_length is None:
         raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
+    for name in (each.name for each in fields(model)):
+        value, kind = getattr(model, name), fields_by_name()[name].kind
+        if not fits(value, kind):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            raise ConfigurationError(f"GPTConfig({name}={value!r}): the type of this option is {wanted}")
     # The samples come from the program.
     return {"model": model, "data": DataConfig(seq_length=seq_length, tokenizer_type="NullTokenizer", mock_data=True)}
 
@@ -133,13 +134,10 @@ def configured(
         sections = {**sections, "parallel": replace(sections["parallel"], cp_comm_type=("all_gather",))}
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     config = _with_settings(config, settings, own)
-    training, copies = config.training, config.parallel.data_parallel_size(world_size)
-    evaluation = training.eval_global_batch_size or training.micro_batch_size * copies
-    training = replace(
-        training,
-        global_batch_size=training.global_batch_size or training.micro_batch_size * copies,
-        eval_global_batch_size=evaluation,
-    )
+    training = config.training
+    samples = training.micro_batch_size * config.parallel.data_parallel_size(world_size)
+    batch, evaluation = training.global_batch_size or samples, training.eval_global_batch_size or samples
+    training = replace(training, global_batch_size=batch, eval_global_batch_size=evaluation)
     if valid is not None and not training.eval_iters:
         training = replace(training, eval_iters=evaluation_batches(valid, evaluation))
     config = with_sites(replace(config, training=training), world_size, node_ranks)
@@ -153,15 +151,13 @@ def configured(
             raise ConfigurationError(f"cp_comm_type={ways} changes nothing without Layout(cp=...)")
     if optimizers:
         _check_several(config, settings)
-    try:
+    with errors_in_arguments():
         if isinstance(config, RunConfig):
             # The program gives the length: any that no other option is too long for.
             validate(replace(config, training=replace(training, train_iters=2**30)), world_size)
         else:
             for each in optimizers.values() or (config.optimizer,):
                 validate_task(replace(config, optimizer=each), world_size)
-    except ConfigurationError as error:  # it names flags
-        raise ConfigurationError(in_arguments(str(error))) from None
     return config
 
 

@@ -135,9 +135,8 @@ class Optimizer:
                 f"{cls.__name__}(...) takes options by their names only: Trainer has the parameters of the model"
             )
         known = [entry.name for entry in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise unknown(cls.__name__, name, known)
+        if others := [name for name in options if name not in known]:
+            raise unknown(cls.__name__, others[0], known)
         return super().__new__(cls)
 
     def config(self) -> OptimizerConfig:
@@ -158,10 +157,7 @@ class Optimizer:
                 raise ConfigurationError(f"{own}({entry.name}={value!r}): the type of this option is {wanted}")
         style = "constant" if callable(self.schedule) else self.schedule
         if style != "constant" and self.steps is None:
-            raise ConfigurationError(
-                f"{own}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
-                "learning rate is min_lr"
-            )
+            raise ConfigurationError(f"{own}(schedule={self.schedule!r}) needs steps=..., until the rate is min_lr")
         return OptimizerConfig(
             optimizer=self.NAME,
             lr=self.lr,

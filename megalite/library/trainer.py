@@ -23,7 +23,7 @@ from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, M
 from megalite.extras.post_training.export import export_tensors
 from megalite.extras.post_training.token_methods import TokenMethods
 from megalite.extras.post_training.token_task import TokenTask
-from megalite.library import configuration
+from megalite.library import arguments, configuration
 from megalite.library.settings import Layout, Optimizer
 from megalite.lifecycle.common_end import CommonEnd
 from megalite.lifecycle.failure import report_uncaught, write_exit_code
@@ -209,7 +209,8 @@ class Trainer(TokenMethods):
             make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
         make_task = configuration.with_factors(make_task, optimizer)
         self._files = ExitStack()
-        self._run = self._files.enter_context(Run(config, make_task, place, startup))
+        with arguments.errors_in_arguments(load=config.checkpoint.load, save=config.checkpoint.save):
+            self._run = self._files.enter_context(Run(config, make_task, place, startup))
         assert self._run.trainer is not None  # without a length, no run has ended
         self._trainer, self._quiet, self._stopped, self._ended = self._run.trainer, quiet, False, False
         self._loop: TrainingLoop | None = None
@@ -418,8 +419,7 @@ class Trainer(TokenMethods):
 
     def _close_loop(self) -> None:
         self._last_record, self._loop = self.last_record, None
-        files, self._loop_files = self._loop_files, ExitStack()
-        files.close()
+        self._loop_files.pop_all().close()
 
 
 def _place() -> Place:

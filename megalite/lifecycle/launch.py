@@ -1,25 +1,32 @@
-"""Connection of the processes of a run: their places on the mesh, their process group and the check of their flags."""
+"""Connection of the processes of a run: their places on the mesh, process group and watchdog, and equal flags."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from megalite import torch_internals
 from megalite.config import ParallelConfig
+from megalite.config.monitoring import WatchdogConfig
 from megalite.errors import CommunicationError, ConfigurationError
-from megalite.lifecycle.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
+from megalite.lifecycle.failure import report
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
+from megalite.process.launchers import hosted_by_launcher
 from megalite.process.place import Place
+from megalite.storage import AnyPath
+from megalite.watchdog.sections import MEETING, Limits, Sections
+from megalite.watchdog.watchdog import Watchdog, nobody_watches
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
@@ -74,12 +81,15 @@ def connect_ranks(
     timeout = _timeout(parallel)
     if place.world_size == 1:
         watch(None)
-    elif dist.is_initialized():
+        return
+    from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
+
+    if dist.is_initialized():
         watch(torch_internals.default_store())
         _compare(description, mesh)
     else:
-        store = connect(place, timeout.total_seconds(), PURPOSE)
-        wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
+        store = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
+        rendezvous.wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
@@ -88,7 +98,8 @@ def connect_ranks(
             if "oo many open files" in str(error):
                 raise too_many_open_files(str(error)) from error
             raise CommunicationError(
-                f"the {place.world_size} ranks have met at {store_name(place)}, but cannot reach each other: {error}"
+                f"the {place.world_size} ranks have met at {rendezvous.store_name(place)}, but cannot reach each "
+                f"other: {error}"
             ) from error
 
 
@@ -124,3 +135,58 @@ def disconnect(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
     mesh.close()
     if all_groups and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def joined(parallel: ParallelConfig, place: Place, description: str) -> Iterator[ParallelMesh]:
+    """Yield the place on the mesh of a process that has no run directory, with a watchdog, connected to all others.
+
+    `description`: the configuration of this rank as lines of text; must be equal on all ranks.
+    """
+    mesh, sections = locate(parallel, place), Sections()
+    with ExitStack() as stack:
+
+        def watch(store: Store | None) -> bool:
+            watchdog = run_watchdog(WatchdogConfig(), parallel, sections, place, None, store) if store else None
+            return watchdog is not None and stack.enter_context(watchdog).linked
+
+        with sections(MEETING):
+            connect_ranks(parallel, place, mesh, description, watch)
+        yield mesh
+    disconnect(mesh)
+
+
+def run_watchdog(
+    settings: WatchdogConfig,
+    parallel: ParallelConfig,
+    sections: Sections,
+    place: Place,
+    directory: AnyPath | None,
+    store: Store | None,
+) -> Watchdog | None:
+    """Return a context manager that ends a hanging run and names dead ranks; None with --no-watchdog.
+
+    Args:
+        settings: the options of the watchdog.
+        parallel: the layout, which has the time limit of communication.
+        sections: where this rank is.
+        place: its number, and those of all.
+        directory: the run directory, where dumps are written.
+        store: the store of the rendezvous; None in a run of one process.
+    """
+    if not settings.watchdog:
+        if store is not None and place.rank == 0:
+            nobody_watches(store)
+        return None
+    if store is not None:
+        store = cast(Any, store).clone()  # a separate connection: the main thread may block the other one by waiting
+    return Watchdog(
+        sections,
+        Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes),
+        report,
+        place,
+        store=store,
+        store_is_of_rank_0=not hosted_by_launcher(),
+        folder=directory / "hangs" if isinstance(directory, Path) else None,
+        shared=directory if isinstance(directory, Path) and not place.on_one_machine else None,
+    )

@@ -9,6 +9,7 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"allocate (\d+\.?\d*) ?([KMGT]iB|bytes)", re.IGNORECASE)
 _PARTS = (
     ("/megalite/pipeline/engine", "the activations of a step"),
+    ("/megalite/offload/", "what is offloaded to the host"),
     ("/megalite/optim/buckets", "the weights or their gradients"),
     ("/megalite/optim/", "the optimizer's state"),
     ("/megalite/checkpoint/", "a checkpoint"),
@@ -20,7 +21,8 @@ _PARTS = (
 _SMALLER = (
     "Before a run, --dry-run shows what a rank holds, and megalite-plan which layouts fit. Activations take less with "
     "a smaller --micro-batch-size or --recompute-granularity full, the weights with --tp or --pp, gradients and the "
-    "optimizer's state with --data-parallel-sharding-strategy (ZeRO) on more ranks"
+    "optimizer's state with --data-parallel-sharding-strategy (ZeRO) on more ranks or with --optimizer-cpu-offload; "
+    "what that puts on the host takes less with a smaller --optimizer-offload-fraction"
 )
 
 

@@ -69,13 +69,20 @@ class LocalCore:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: SequenceLayout, random: RandomKey | None
     ) -> Tensor:
+        """Compute attention from all three as [batch, heads or groups, tokens, head_dim].
+
+        Keys and values are repeated per head unless each group serves an equal number of consecutive heads.
+        """
         drop = None
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        mixed = attention(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
+        if not self.groups_are_even:
+            key, value = key[:, :, self.groups], value[:, :, self.groups]
+        query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
+        mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     @functools.cached_property
@@ -83,12 +90,3 @@ class LocalCore:
         """True if each group serves an equal number of consecutive heads."""
         heads, groups = len(self.groups), max(self.groups) + 1
         return heads % groups == 0 and list(self.groups) == [head * groups // heads for head in range(heads)]
-
-    def _heads_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Permute all three to [batch, heads or groups, tokens, head_dim].
-
-        Keys and values are repeated per head unless each group serves an equal number of consecutive heads.
-        """
-        if not self.groups_are_even:
-            key, value = key[:, :, self.groups], value[:, :, self.groups]
-        return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -19,11 +19,36 @@ from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
-from megalite.model.recompute import Recompute
 from megalite.model.router import Router
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Megatron's choices: recompute parts of every layer, or complete layers.
+
+    Attributes:
+        attention: recompute the attention core of every layer.
+        moe: save only the input of each layer's experts and router.
+        method: "uniform" saves only the input of each run of `layers` layers. "block" saves only the input of each of
+            the first `layers` layers, and recomputes no others. None recomputes no complete layers.
+    """
+
+    attention: bool = False
+    moe: bool = False
+    method: str | None = None
+    layers: int = 1
+
+    def spans(self, total: int) -> list[tuple[int, int, bool]]:
+        """Split `total` layers into runs (start, stop, recomputed)."""
+        if self.method == "uniform":
+            return [(start, min(start + self.layers, total), True) for start in range(0, total, self.layers)]
+        if self.method == "block":
+            recomputed = min(self.layers, total)
+            return [(layer, layer + 1, True) for layer in range(recomputed)] + [(recomputed, total, False)]
+        return [(0, total, False)]
 
 
 class MixerModule(Protocol):

@@ -21,10 +21,10 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
-from megalite.parallel.inside import Inside
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
+from megalite.parallel.stage_module import Inside
 from megalite.parallel.transfer import exchange_rows_async
 from megalite_kernels.attention import Kept, Mask
 from megalite_kernels.attention_parts import attend, part_gradients

@@ -14,20 +14,18 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import FEED_FORWARDS, Block, make_norm
+from megalite.model.block import FEED_FORWARDS, Block, Recompute, make_norm
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
-from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
-from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule, inside_forward
 from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask, goes_in_blocks, takes_addend
 
 HIDDEN_STATES = "hidden_states"
@@ -72,6 +70,10 @@ class GPT(StageModule):
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
+        self.recomputed: Callable[..., tuple[Tensor, TermSums]] = functools.partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+        """Runs layers and saves only their input."""
         shape = self.vocab_size, config.hidden_size
         padded = config.padded_vocab_size(context.group("vocabulary").size)
         word = token_table(context, "embedding.word", shape, padded, config.init_method_std)
@@ -251,7 +253,7 @@ class GPT(StageModule):
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
-                hidden, own = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
+                hidden, own = self.recomputed(_run, layers, hidden, context)
             else:
                 hidden, own = _run(layers, hidden, context)
             terms = add_sums(terms, own)

@@ -23,10 +23,10 @@ from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grouped_bias, grouped_linear
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import FUNCTIONS
 
 
@@ -59,16 +59,17 @@ class Experts(nn.Module):
             added_once = replace(context.split(down_bias, {0: "experts"}), grad_is_partial=True)
             self.down_bias = context.parameter(added_once)
         self.adds_bias = context.group("expert ffn").rank == 0
+        self.up_product, self.down_product = grouped_linear, activated_grouped_linear
 
     def forward(self, rows: Tensor, weights: Tensor, groups: ExpertRows) -> Tensor:
         """Apply each row's expert, times its weight: [rows, hidden] and [rows] to [rows, hidden], sorted by expert.
 
         With expert tensor parallelism, the result is this rank's part of the sum over the inner width.
         """
-        inner = grouped_linear(rows, self.up, groups)
+        inner = self.up_product(rows, self.up, groups)
         if self.up_bias is not None:
             inner = inner + grouped_bias(self.up_bias, groups, inner.shape[1])
-        outputs = activated_grouped_linear(inner, weights, self.activation, self.down, groups)
+        outputs = self.down_product(inner, weights, self.activation, self.down, groups)
         if self.down_bias is not None:
             bias = grouped_bias(self.down_bias, groups, outputs.shape[1])
             outputs = outputs + (bias * (weights * self.adds_bias)[:, None]).to(outputs.dtype)

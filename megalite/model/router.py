@@ -22,13 +22,12 @@ from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.sinkhorn import expert_factors
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
-from megalite.parallel.state import State
-from megalite.parallel.tally import Tally
+from megalite.parallel.stage_module import Inside
+from megalite.parallel.state import State, Tally
 from megalite_kernels.permutation import occurrences
 from megalite_kernels.routing import choose_experts, routing_probabilities, routing_weights
 from megalite_kernels.routing_rule import RoutingRule

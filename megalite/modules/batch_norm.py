@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.parallel import collectives
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.products import rounded
 
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megalite.errors import MegaliteError
-from megalite.modules.calling import goes_by_position, named, results
+from megalite.modules.calling import Layers, arguments_of_stage, goes_by_position, named, results
 from megalite.modules.forward_state import ForwardState
-from megalite.modules.layers import Layers, arguments_of_stage
 from megalite.parallel.nested import map_tensors
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import TensorSpec

@@ -7,6 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -17,17 +18,15 @@ from torch.func import functional_call
 
 from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
-from megalite.modules.calling import arguments_of, named, results
+from megalite.modules.calling import arguments_of, arguments_of_stage, named, results
 from megalite.modules.forward_state import ForwardState
-from megalite.modules.layers import arguments_of_stage
 from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
-from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums, items_of
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule, inside_forward
 
 Sums = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """Function from the last stage's output and the batch to a sum over its samples, or several by name."""
@@ -51,6 +50,24 @@ def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
     return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight, count_axes=("dp",))
 
 
+@dataclass(frozen=True)
+class Objective:
+    """Loss and metrics that the last stage computes from its output and the batch.
+
+    Attributes:
+        loss: returns the sums of the terms of the loss. None: the output is that of the network.
+        is_mean: True if `loss` returns a mean over the samples instead. Context-parallel ranks are averaged.
+        terms: the terms of the loss.
+        metric: returns further sums by name, in evaluations only, or pairs of a sum and the number of its items. Those
+            of samples alone are averaged over context-parallel ranks.
+    """
+
+    loss: Sums | None = None
+    is_mean: bool = False
+    terms: tuple[LossTerm, ...] = (mean_over_samples(),)
+    metric: Metrics | None = None
+
+
 class ModuleStage(StageModule):
     """A stage that runs a plain module, with the parameters of `give_records`."""
 
@@ -62,10 +79,7 @@ class ModuleStage(StageModule):
         *,
         number: int = 0,
         count: int = 1,
-        loss: Sums | None = None,
-        loss_is_mean: bool = False,
-        metric: Metrics | None = None,
-        terms: Sequence[LossTerm] | None = None,
+        objective: Objective = Objective(),
         kept: KeptBuffers | None = None,
         uses: Mapping[str, int] | None = None,
         seed: int = 0,
@@ -78,11 +92,6 @@ class ModuleStage(StageModule):
         Args:
             plan: what the stage passes on, and its blocks (`find_messages`).
             number: the number of the stage among `count`.
-            loss: returns the sums of the terms of the loss, in the last stage.
-            loss_is_mean: True if `loss` returns a mean over the samples instead. Context-parallel ranks are averaged.
-            metric: returns further sums by name, in evaluations only, or pairs of a sum and the number of its items.
-                Those of samples alone are averaged over context-parallel ranks.
-            terms: the terms of the loss; None for one that is a mean over samples.
             kept: the module's buffers.
             uses: the numbers of uses of tied weights (`give_records`).
             recompute: True to recompute each block in backward, or patterns of names of submodules to recompute.
@@ -96,10 +105,8 @@ class ModuleStage(StageModule):
         super().__init__()
         self.module, self.kept = module, kept
         self.plan, self.number, self.count = plan or StagePlan(), number, count
-        self._loss, self._metric, self._seed = loss, metric, seed
-        self._loss_is_mean, self._dtype, self._device = loss_is_mean, dtype, mesh.device
+        self._objective, self._seed, self._dtype, self._device = objective, seed, dtype, mesh.device
         self._parts, self._part = mesh.size("cp"), mesh.coordinate("cp")  # of each sample
-        self._terms = tuple(terms) if terms is not None else (mean_over_samples(),)
         self._shared = {name: (module.get_parameter(name), use) for name, use in (uses or {}).items()}
         self._one_block = one_block or not self.plan.blocks
         self._in_evaluation = [part for part in module.modules() if not part.training]
@@ -122,7 +129,7 @@ class ModuleStage(StageModule):
 
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
-        return self._terms
+        return self._objective.terms
 
     def train(self, mode: bool = True) -> ModuleStage:
         """Set the mode of all modules but those that were given in evaluation mode, which stay in it."""
@@ -156,6 +163,7 @@ class ModuleStage(StageModule):
         Raises:
             MegaliteError: the module does not fit its inputs, or its outputs do not fit the next stage or the loss.
         """
+        objective = self._objective
         values = micro_batch.values if self._dtype is None else in_dtype(micro_batch.values, self._dtype)
         if self.plan.changes_inputs:
             inputs = {name: tensor.clone() for name, tensor in inputs.items()}
@@ -169,16 +177,16 @@ class ModuleStage(StageModule):
             own = self._wide(output.terms) if isinstance(output, StageOutput) else NO_SUMS
             if self.number < self.count - 1:
                 return StageOutput(self._passed_on(inputs, results(self.number, self.module, output)), own)
-            if self._loss is None:
+            if objective.loss is None:
                 return StageOutput(results(self.number, self.module, output), own)
             result = output.tensors if isinstance(output, StageOutput) else output
-            found = self._wide(self._loss(result, micro_batch.values))
-            if self._loss_is_mean:
+            found = self._wide(objective.loss(result, micro_batch.values))
+            if objective.is_mean:
                 samples = len(micro_batch.sample_ids) / self._parts
                 found = {name: mean * samples for name, mean in found.items()}
             sums = add_sums(own, found)
-            if self._metric is not None and not self.training:
-                sums = add_sums(sums, self._measured(result, micro_batch))
+            if objective.metric is not None and not self.training:
+                sums = add_sums(sums, self._measured(objective.metric(result, micro_batch.values), micro_batch))
         return StageOutput({}, sums)
 
     def _passed_on(self, inputs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -201,11 +209,10 @@ class ModuleStage(StageModule):
             passed[spec.name] = tensor if tensor is not None else inputs[spec.name].view_as(inputs[spec.name])
         return passed
 
-    def _measured(self, result: Any, micro_batch: Samples) -> TermSums:
+    def _measured(self, metrics: Mapping[str, Any], micro_batch: Samples) -> TermSums:
         """Return the sum of each metric, and the number of items that it is over."""
-        assert self._metric is not None
         found = dict[str, Tensor]()
-        for name, value in self._metric(result, micro_batch.values).items():
+        for name, value in metrics.items():
             if not isinstance(value, tuple):  # context-parallel ranks have parts of the same samples
                 value = value / self._parts, len(micro_batch.sample_ids) / self._parts
             if len(value) != 2 or any(isinstance(each, Tensor) and each.dim() for each in value):

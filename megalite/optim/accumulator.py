@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.errors import MegaliteError
+from megalite.offload.transfers import Copy
 from megalite.optim.flat import allocate_storage, free_storage, owned
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction
@@ -108,7 +109,9 @@ class Accumulator:
         self._arrived: dict[tuple[int, int], int] = {}  # number of gradients by (id of the parameter, use)
         self._due: dict[int, int] = {}  # expected number of gradients of one parameter per round, by use
         self._outstanding = self._outstanding_at_first = 0
-        self._pending: collectives.Pending | None = None
+        self._pending: collectives.Pending | _Leaving | None = None
+        self.leaving: Callable[[collectives.Pending | None], Sequence[Copy]] | None = None
+        """Begins the copies of the slice to the host, once its last sum has ended; None: it has none that early."""
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
         """Return the summed gradient of one parameter from a use in `flats`, in the parameter's shape."""
@@ -171,7 +174,9 @@ class Accumulator:
             self.gradients.add_(flat)
             if self._stage >= 2:
                 free_storage(flat)
-        self._pending = self._begin_sum()
+        self._pending = pending = self._begin_sum()
+        if self.leaving is not None and self._stage < 2:
+            self._pending = _Leaving(self.leaving(pending), self.gradient_shard)
         self._rounds += 1
         if self._rounds < self._rounds_due:
             self._begin_round()
@@ -222,6 +227,8 @@ class Accumulator:
             self._in_flight.remove(self)
             DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
             free_storage(self.gradients)
+            if self.leaving is not None and self._rounds == self._rounds_due:
+                self.leaving(None)
 
     def begin_reduction(self, micro_batches: int) -> None:
         """Start the reduction that is due after this number of micro-batches, unless it has already started.
@@ -252,6 +259,19 @@ class Accumulator:
         if self._rounds < self._rounds_due:
             raise RuntimeError(f"only {self._rounds} of the {self._rounds_due} reductions of a step have begun")
         self._finish_round()
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """A sum in progress whose result is then copied to the host."""
+
+    copies: Sequence[Copy]
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        for copy in self.copies:
+            copy.release()
+        return self.result
 
 
 class KeptGradients:

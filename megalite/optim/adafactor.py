@@ -93,8 +93,8 @@ class Moment:
         for part in self.parts:
             squares = part.spread(part.segment.wide_gradients(1.0).square().add_(epsilon))
             _, rows, columns = part.indices
-            totals[0][:, rows] += squares.sum(2, dtype=torch.float64)
-            totals[1][:, columns] += squares.sum(1, dtype=torch.float64)
+            totals[0][:, rows] += squares.sum(2, dtype=torch.float64).to(device)
+            totals[1][:, columns] += squares.sum(1, dtype=torch.float64).to(device)
         for number, total in enumerate(totals):
             total.mul_((1 - decay) / self.sizes[1 - number])
             if self.adds_kept and self.kept is not None:
@@ -115,19 +115,19 @@ class Moment:
         gradients = part.segment.wide_gradients(1.0)
         if self.factors is None:
             update = gradients / part.segment.tensors["exp_avg_sq"].sqrt()
-            return update if scale is None else update.mul_(scale)
+            return update if scale is None else update.mul_(scale.to(update.device))
         _, rows, columns = part.indices
         by_row, by_column = self.factors
         if scale is not None:
             by_row = by_row * scale.unsqueeze(1)
-        by_row, by_column = by_row[:, rows, None].to(gradients.dtype), by_column[:, None, columns].to(gradients.dtype)
+        by_row, by_column = by_row[:, rows, None].to(gradients), by_column[:, None, columns].to(gradients)
         return part.cut(by_row * by_column).mul(gradients)
 
     def squares(self, device: torch.device) -> Tensor:
         """Return this rank's summand of the squares of the update: [matrices], in float64."""
         total = torch.zeros(self.matrices, dtype=torch.float64, device=device)
         for part in self.parts:
-            total += part.spread(self.update(part).square()).sum((1, 2), dtype=torch.float64)
+            total += part.spread(self.update(part).square()).sum((1, 2), dtype=torch.float64).to(device)
         return total
 
 

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megalite.offload.transfers import Copy, Transfers
 from megalite.optim.accumulator import Accumulator, StepCollective
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, bucket_layouts, unique_parameters
@@ -47,10 +48,19 @@ class DataParallel:
     """Take the gradients of parameters that a step does not use as zero. Ranks may use different ones: reductions start
     in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run. None: no, and
     the run has no setting for it."""
+    overlap_arrival: bool = False
+    """Compute while weights that the host has updated arrive."""
+    slices_on_host: Transfers | None = None
+    """Engine that fetches this rank's slices of the parameters from the host (ZeRO 3); None: they are on the device."""
     fragments: int = 1
     """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction
     """Sum of the gradients over ranks."""
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """True if forward begins before all parameters are there."""
+        return self.overlap_gather or self.overlap_arrival
 
 
 class ParameterBucket:
@@ -60,24 +70,32 @@ class ParameterBucket:
         self,
         shard_spec: BucketShardSpec,
         shard_group: Group,
+        options: DataParallel,
         *,
-        prefetch: bool,
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
         """Allocate the bucket and move its parameters into it. The arguments are those of `Bucket`."""
         layout = shard_spec.layout
         self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
         self.shard_group, self.zero_stage = shard_group, shard_spec.zero_stage
-        self.prefetch = prefetch
+        self.prefetch = options.overlap_gather
         """True if ZeRO 3 gathers this bucket while the previous block computes."""
+        self.waits_before_use = options.overlaps_forward
+        """True if forward may begin before the parameters are there, under ZeRO 0 to 2."""
+        self.arriving: list[Copy] = []
+        """Copies of weights that the host has updated and that are on their way."""
         first = self.slots[0].parameter
         self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
         for slot in self.slots:
             self._adopt(slot, set_values)
         self.parameter_shard = owned(self.parameters, self.shard_group)
         """Slice of the parameters that this rank owns."""
+        self._transfers = options.slices_on_host if self.zero_stage == 3 else None
+        self._fetched: tuple[Tensor, Copy] | None = None
+        self._last_fetch: Copy | None = None
         if self.zero_stage == 3:
-            self.parameter_shard = self.parameter_shard.clone()
+            own = self.parameter_shard
+            self.parameter_shard = own.clone() if self._transfers is None else self._transfers.copied_to_host(own)
             free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
         self.keeps_gathered = False
@@ -87,6 +105,11 @@ class ParameterBucket:
     def owned_range(self) -> tuple[int, int]:
         """Range of this rank's slice, [start, stop)."""
         return self.shard_spec.owned
+
+    @property
+    def slice_on_host(self) -> bool:
+        """True if `parameter_shard` is in the host's memory."""
+        return self._transfers is not None
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter
@@ -103,13 +126,40 @@ class ParameterBucket:
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
+        if self.arriving:
+            self._await_arrivals()
+        own = self.parameter_shard
         if self.zero_stage == 3:
             if not is_storage_free(self.parameters):
                 return
+            self.begin_fetch()
+            if self._fetched is not None:
+                (own, copy), self._fetched = self._fetched, None
+                copy.wait()
             allocate_storage(self.parameters)
-        self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
+        self._pending_gather = collectives.all_gather_async(own, self.shard_group, out=self.parameters)
+
+    def begin_fetch(self) -> None:
+        """Begin to fetch this rank's slice from the host, for the next gather, unless it is there or on its way."""
+        if self._transfers is not None and self._fetched is None and is_storage_free(self.parameters):
+            place = torch.empty_like(self.parameter_shard, device=self.parameters.device)
+            self._last_fetch = self._transfers.begin("to device", self.parameter_shard, place)
+            self._fetched = place, self._last_fetch
+
+    def release_slice(self) -> None:
+        """Wait until the slice on the host may change. One that was fetched before is not used."""
+        if self._last_fetch is not None:
+            self._last_fetch.release()
+        self._fetched = self._last_fetch = None
+
+    def _await_arrivals(self) -> None:
+        for copy in self.arriving:
+            copy.wait()
+        self.arriving.clear()
 
     def finish_parameter_gather(self) -> None:
+        if self.arriving:
+            self._await_arrivals()
         if self._pending_gather is not None:
             self._pending_gather.wait()
             self._pending_gather = None
@@ -147,7 +197,7 @@ class Bucket(ParameterBucket):
             in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
             set_values: sets the values of a parameter after it has been moved. None: its current values are copied.
         """
-        super().__init__(shard_spec, groups.shards, prefetch=options.overlap_gather, set_values=set_values)
+        super().__init__(shard_spec, groups.shards, options, set_values=set_values)
         self.accumulators = tuple(
             Accumulator(
                 self.layout,
@@ -262,8 +312,8 @@ def make_buckets(
         first = layout.slots[0].parameter
         peers = mesh.ranks(*first.sharding.data_parallel_axes)
         groups = _reduction_groups(mesh, peers, options.instances, first.sharding.partial_group)
-        shard_spec, uses = _shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
-        buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
+        spec, uses = shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
+        buckets.append(Bucket(spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
     return buckets
 
 
@@ -280,12 +330,13 @@ def make_frozen_buckets(
     for layout in plan_buckets(networks, mesh, options, blocks=blocks, frozen=True):
         peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
         shards = _reduction_groups(mesh, peers, options.instances, ()).shards
-        shard_spec, prefetch = _shard_spec(layout, mesh, options), options.overlap_gather
-        buckets.append(ParameterBucket(shard_spec, shards, prefetch=prefetch, set_values=set_values))
+        spec = shard_spec(layout, mesh, options)
+        buckets.append(ParameterBucket(spec, shards, options, set_values=set_values))
     return buckets
 
 
-def _shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel) -> BucketShardSpec:
+def shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel) -> BucketShardSpec:
+    """Return the slices of a bucket that this rank has."""
     peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
     return BucketShardSpec.of(
         layout,
@@ -294,6 +345,7 @@ def _shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel)
         position=peers.index(mesh.rank),
         zero_stage=options.zero_stage,
         instances=options.instances,
+        alone=options.slices_on_host is not None,
     )
 
 

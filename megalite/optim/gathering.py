@@ -25,7 +25,7 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
     """
     if any(bucket.zero_stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
-    elif any(bucket.prefetch for bucket in buckets):
+    elif any(bucket.waits_before_use for bucket in buckets):
         _wait_before_use(network, buckets)
 
 
@@ -55,6 +55,7 @@ class BlockGathers:
                 raise ValueError(f"ZeRO 3 would never gather {parameter.sharding.name}: it is in no block")
         self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
         self._frozen = [tuple(bucket for bucket in those if bucket.layout.frozen) for those in self._buckets]
+        self._fetches = any(bucket.slice_on_host for those in self._buckets for bucket in those)
         self._in_backward = False
         self._reached = 0  # the block that backward has reached last
         self._differentiated = set[int]()  # blocks whose outputs need gradients
@@ -69,7 +70,8 @@ class BlockGathers:
         self._in_backward = backward
 
     def _before_forward(self, index: int, module: nn.Module, arguments: object) -> None:
-        self._gather(index, following=None if self._in_backward else index + 1)
+        following = () if self._in_backward else range(index + 1, len(self._buckets))
+        self._gather(index, following[:2])
 
     def _after_forward(self, index: int, module: nn.Module, arguments: object, outputs: Outputs) -> None:
         if self._in_backward:  # Recomputation: the block's backward follows. Its last gradient frees the parameters.
@@ -98,17 +100,23 @@ class BlockGathers:
                     if bucket not in self._frozen[index]:
                         bucket.free_parameters()
                 self._reached = index
-                self._gather(index, following=max((n for n in self._differentiated if n < index), default=None))
+                before = sorted((n for n in self._differentiated if n < index), reverse=True)
+                self._gather(index, before[:2])
 
         return hook
 
-    def _gather(self, index: int, following: int | None) -> None:
+    def _gather(self, index: int, following: Sequence[int]) -> None:
+        """Gather a block, and begin with the next: gather it with overlap. `following`: the next two, if there are."""
         for bucket in self._buckets[index]:
             bucket.begin_parameter_gather()
-        if following is not None and 0 <= following < len(self._buckets):
-            for bucket in self._buckets[following]:
-                if bucket.prefetch:
-                    bucket.begin_parameter_gather()
+        gathered = 0
+        for bucket in self._buckets[following[0]] if following else ():
+            if bucket.prefetch:
+                bucket.begin_parameter_gather()
+                gathered = 1
+        for number in following[gathered : gathered + 1] if self._fetches else ():
+            for bucket in self._buckets[number]:
+                bucket.begin_fetch()
         for bucket in self._buckets[index]:
             bucket.finish_parameter_gather()
 

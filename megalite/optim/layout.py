@@ -184,8 +184,8 @@ class BucketShardSpec:
 
     layout: BucketLayout
     zero_stage: int
-    """ZeRO stage 0 to 3. It is 0 if there is only one shard, or if only gradients and state would be sharded of frozen
-    parameters, which have none."""
+    """ZeRO stage 0 to 3. It is 0 if there is only one shard (whose parameters are not on the host), or if only
+    gradients and state would be sharded of frozen parameters, which have none."""
     shards: int
     shard: int
     """Index of this rank's slice among the equal slices."""
@@ -196,7 +196,14 @@ class BucketShardSpec:
 
     @staticmethod
     def of(
-        layout: BucketLayout, rank: int, *, peers: int, position: int, zero_stage: int = 0, instances: int = 1
+        layout: BucketLayout,
+        rank: int,
+        *,
+        peers: int,
+        position: int,
+        zero_stage: int = 0,
+        instances: int = 1,
+        alone: bool = False,
     ) -> BucketShardSpec:
         """Return the slices of a rank.
 
@@ -207,12 +214,13 @@ class BucketShardSpec:
             position: the index of that rank among them.
             zero_stage: 0 to 3.
             instances: the number of instances of hybrid sharding.
+            alone: keep the stage with a single shard, too: under ZeRO 3 its parameters are elsewhere between uses.
         """
         copies = layout.slots[0].parameter.sharding.replica_ranks
         shards = peers // instances
         instance, shard = divmod(position, shards)
         replica = copies.index(rank) * instances + instance
-        if shards == 1 or (zero_stage < 3 and layout.frozen):
+        if (shards == 1 and not alone) or (zero_stage < 3 and layout.frozen):
             zero_stage = 0
         return BucketShardSpec(layout, zero_stage, shards, shard, len(copies) * instances, replica)
 

@@ -25,7 +25,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.learning_rate import Rates
 from megalite.optim.newton_schulz import orthogonalized, update_scale
-from megalite.optim.shard import Segment, Shard
+from megalite.optim.shard import Segment, Shard, of_slot
 from megalite.optim.update_rule import UpdateRule
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
@@ -102,7 +102,7 @@ class Muon(UpdateRule):
     """Update rule of all matrices on this rank's shards."""
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
-        self._config = config
+        self._config, self._device = config, mesh.device
         self._segments = [segment for shard in shards for segment in shard.segments if segment.group.matrices]
         self._rounds = list(_rounds(_matrices(shards, mesh)))
 
@@ -135,7 +135,9 @@ class Muon(UpdateRule):
         own = matrices[rank] if rank < count else None
         momentum, nesterov = self._config.muon_momentum, self._config.muon_nesterov
         updates = [
-            torch.cat([elements.next_update(factor, momentum, nesterov=nesterov) for elements in matrix.own])
+            torch.cat(
+                [elements.next_update(factor, momentum, nesterov=nesterov).to(self._device) for elements in matrix.own]
+            )
             for matrix in matrices
         ]
         nothing = [updates[0].new_empty(0)] * group.size
@@ -149,7 +151,7 @@ class Muon(UpdateRule):
         for matrix, update in zip(matrices, collectives.all_to_all(results, sizes, group), strict=False):
             lengths = [elements.master.numel() for elements in matrix.own]
             for elements, values in zip(matrix.own, update.split(lengths), strict=True):
-                elements.apply(values, rates)
+                elements.apply(values.to(elements.master.device), rates)
 
     def _orthogonalize(self, own: Matrix, updates: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize a matrix.
@@ -192,7 +194,6 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
             for piece in slot.parameter.sharding.pieces:
                 if piece.tensor.matrices is not None:
                     places.setdefault(piece.tensor.name, []).append((shard, slot, piece))
-    segment_of = {id(slot): segment for shard in shards for segment in shard.segments for slot in segment.slots}
     found = []
     for _, held in sorted(places.items()):
         (shard, _, piece), *_ = held
@@ -202,17 +203,19 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
         parts: dict[Box, list[MatrixPart]] = {}
         for shard, slot, piece in held:
             for box, part in tensor.matrices_in(piece.box):
-                made = _part(shard, slot, piece, part, segment_of.get(id(slot)), split_group)
+                made = _part(shard, slot, piece, part, of_slot(slot, shard.segments), split_group)
                 parts.setdefault(box, []).append(made)
         for box, members in parts.items():
             found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.zero_stage > 0, split_group))
     return sorted(found, key=lambda matrix: matrix.box.numel, reverse=True)
 
 
-def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | None, split_group: Group) -> MatrixPart:
-    """Return the part `box` of a matrix; `segment` is this rank's segment with the parameter, or None."""
+def _part(
+    shard: Shard, slot: Slot, piece: Piece, box: Box, segments: Sequence[Segment], split_group: Group
+) -> MatrixPart:
+    """Return the part `box` of a matrix; `segments` are those of this rank with elements of the parameter, in order."""
     record, ranks = slot.parameter.sharding, shard.bucket.shard_group
-    start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.master.numel()
+    start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.stop - shard.start
     runs = [(start + first, start + last) for first, last in piece.box.runs_of(box)]
     sizes = [0 if shard.bucket.zero_stage > 0 else box.numel] * ranks.size
     if shard.bucket.zero_stage > 0:
@@ -221,8 +224,9 @@ def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | N
                 sizes[rank] += min(last, (rank + 1) * length) - max(first, rank * length)
     first_holder = min(rank for rank in record.replica_ranks if rank in split_group.ranks)
     counted = split_group.ranks[split_group.rank] == first_holder
-    own = tuple(_elements(runs, segment, ParameterGroup.of(slot.parameter))) if segment is not None else ()
-    nothing = Elements(ParameterGroup.of(slot.parameter), *[shard.master[:0]] * 3)
+    group = ParameterGroup.of(slot.parameter)
+    own = tuple(elements for segment in segments for elements in _elements(runs, segment, group))
+    nothing = Elements(group, *[shard.parameters[:0]] * 3)
     return MatrixPart(box, counted, tuple(sizes), own or (nothing,))
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -31,6 +31,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
+from megalite.optim.offloaded import HostState, OnHost, check_copies, declared_copies
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
@@ -38,8 +39,7 @@ from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
-from megalite.parallel.state import State, states_of
-from megalite.parallel.tally import Tally, end_step, tallies_of
+from megalite.parallel.state import State, Tally, end_step, states_of, tallies_of
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class StepResult:
     gradient_norms: Mapping[str, float]
     """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
 
-    @property
+    @cached_property
     def gradient_norm(self) -> float:
         """Global gradient norm before clipping."""
         return math.hypot(*self.gradient_norms.values())
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)
@@ -76,6 +76,7 @@ class Optimizer:
         module_states: Sequence[State] = (),
         tallies: Sequence[Tally] = (),
         synchronization: Synchronization | None = None,
+        host: HostState | None = None,
     ) -> None:
         """Allocate the optimizer state.
 
@@ -90,6 +91,7 @@ class Optimizer:
             module_states: state of the network's modules.
             tallies: tallies of the network's modules.
             synchronization: has the update rules and the extra state; None: that of plain data parallelism.
+            host: the share of the state that is on the host; None: none of it.
         """
         self.buckets, self.mesh, self.config, self.options = buckets, mesh, config, options
         self.frozen = frozen
@@ -105,9 +107,22 @@ class Optimizer:
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.updated = buckets
         """Buckets that a step updates."""
-        self.shards = [Shard(bucket, mesh, self.config_of(bucket.slots[0].parameter)) for bucket in buckets]
+        self.host = host
+        """The share of the state that is on the host, if there is one."""
+        configs = [self.config_of(bucket.slots[0].parameter) for bucket in buckets]
+        parts = host.parts([bucket.shard_spec for bucket in buckets]) if host is not None else [None] * len(buckets)
+        self.shards = [
+            Shard(bucket, mesh, config, part) for bucket, config, part in zip(buckets, configs, parts, strict=True)
+        ]
+        self._host_copies = [copy for shard in self.shards for copy in shard.copies]
+        if host is not None and host.overlap:
+            for shard in self.shards:
+                shard.fetch_early()
         self.synchronization = synchronization or Synchronization(mesh)
         self.rules = self.synchronization.rules(self._make_rules(), self.shards)
+        if host is not None:
+            there = [number for number, bucket in enumerate(buckets) if bucket.slice_on_host]
+            check_copies(declared_copies(self.rules, buckets), [shard.on_host for shard in self.shards], there)
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
@@ -118,6 +133,11 @@ class Optimizer:
 
     def _make_rules(self) -> list[UpdateRule]:
         return make_rules(self.shards, self.mesh, self.config)
+
+    @property
+    def fraction_on_host(self) -> float:
+        """Share of this rank's elements whose state is on the host."""
+        return self.host.fraction if self.host is not None else 0.0
 
     @property
     def state_kinds(self) -> set[str]:
@@ -165,14 +185,20 @@ class Optimizer:
         end of the block these tensors are packed, unless an exception is raised. They are in host memory, because the
         device may have no memory for them.
         """
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.release_slice()
         segments = [segment for shard in self.shards for segment in shard.segments]
         try:
             for segment in segments:
                 segment.settable.update((name, torch.zeros(len(segment.parameters))) for name in segment.packed())
             yield
             for segment in segments:
+                for copy in segment.copies:
+                    copy.take_parameters()
                 for name, packed in segment.packed().items():
                     packed.write(segment.settable[name])
+                for copy in segment.copies:
+                    copy.send_parameters()
         finally:
             for segment in segments:
                 segment.settable.clear()
@@ -188,6 +214,8 @@ class Optimizer:
                     f"{slot.parameter.sharding.name} was frozen when the run began, and requires a gradient now: set "
                     "requires_grad before, or begin another run with these weights and load_optim=False"
                 )
+        for copy in self._host_copies:
+            copy.drop_gradients()
         for bucket in self.updated:
             bucket.begin_step(micro_batches)
             for accumulator in bucket.accumulators:
@@ -254,7 +282,7 @@ class Optimizer:
             changed = self.exchange.advance() or changed
         if changed:
             self.begin_parameter_gather()
-            if not self.options.overlap_gather:
+            if not self.options.overlaps_forward:
                 self.finish_parameter_gather()
         return result
 
@@ -294,10 +322,14 @@ class Optimizer:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
     def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
+        """Apply the rules to the complete gradients, and add up the tallies."""
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
+        for rule in self.rules if self._host_copies else ():
+            if isinstance(rule, OnHost):
+                rule.fetch_gradients()
         self.steps += 1
         self._apply_rules(rates, result, loss_scale)
         for part in self._counting():
@@ -347,6 +379,7 @@ def clipping(config: OptimizerConfig, norm: float) -> float:
 
 
 _BY_SHARDS: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfig], UpdateRule]] = {
+    "muon": Muon,
     "lars": Lars,
     "lamb": Lamb,
     "adafactor": Adafactor,
@@ -354,16 +387,25 @@ _BY_SHARDS: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfi
 
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
-    """Return the update rules that together update each element of the shards once."""
+    """Return the update rules that together update each element of the shards once.
+
+    A rule of whole tensors waits for the gradients of all its segments on the host. Rules of single elements update
+    one while the next is on its way.
+    """
     segments = [segment for shard in shards for segment in shard.segments]
-    if config.optimizer == "muon":
-        vectors = [segment for segment in segments if not segment.group.matrices]
-        return [Muon(shards, mesh, config), elementwise_rule(vectors, config)]
-    if config.optimizer == "lion":
-        return [Lion(segments, config)]
+    rules: list[UpdateRule] = []
     if config.optimizer in _BY_SHARDS:
-        return [_BY_SHARDS[config.optimizer](shards, mesh, config)]
-    return [elementwise_rule(segments, config)]
+        rule = _BY_SHARDS[config.optimizer](shards, mesh, config)
+        its = [segment for segment in segments if segment.group.matrices or config.optimizer != "muon"]
+        copies = [copy for segment in its for copy in segment.copies]
+        rules.append(OnHost(rule, copies) if copies else rule)
+        segments = [segment for segment in segments if config.optimizer == "muon" and not segment.group.matrices]
+    if segments or not rules:
+        of_elements = Lion if config.optimizer == "lion" else elementwise_rule
+        rules.append(of_elements([segment for segment in segments if not segment.copies], config))
+        copied = [part for segment in segments for part in segment.copied()]
+        rules += (OnHost(of_elements([part], config), part.copies) for part in copied)
+    return rules
 
 
 def make_optimizer(
@@ -375,6 +417,7 @@ def make_optimizer(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
     synchronization: Synchronization | None = None,
+    host: HostState | None = None,
     make: Callable[..., Optimizer] = Optimizer,
 ) -> Optimizer:
     """Move the parameters of `networks` into flat buckets and return this rank's part of the optimizer.
@@ -387,13 +430,15 @@ def make_optimizer(
         blocks: the blocks of each network, in order of execution. ZeRO 3 needs them.
         set_values: sets the initial values of a parameter. None: the parameters already have them.
         synchronization: that of the ranks; None: plain data parallelism.
+        host: the share of the state that is on the host; None: none of it.
         make: makes the optimizer of the buckets.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     frozen = make_frozen_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
         gather_around_forward(network, blocks[chunk] if blocks else (), [*buckets, *frozen])
-    each = options.zero_stage >= 2 and mesh.size("dp", "cp") > options.instances
+    several = mesh.size("dp", "cp") > options.instances or options.slices_on_host is not None
+    each = options.zero_stage >= 2 and several
     return make(
         buckets,
         mesh,
@@ -404,4 +449,5 @@ def make_optimizer(
         module_states=list(states_of(nn.ModuleList(networks))),
         tallies=tallies_of(nn.ModuleList(networks)),
         synchronization=synchronization,
+        host=host,
     )

@@ -5,7 +5,7 @@ Update rules read and write the packed form directly. All other code reads and w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,14 +16,18 @@ from megalite_kernels.launch import chunk_elements
 from megalite_kernels.master_weights import joined, split_
 
 
-class Packed(Protocol):
+class Readable(Protocol):
+    """Values of consecutive elements."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) in fp32."""
+
+
+class Packed(Readable, Protocol):
     """Values of consecutive elements, in packed form."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that store only these values (not, for example, the parameters)."""
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) in fp32."""
 
     def write(self, values: Tensor) -> None:
         """Set all elements; `values` may be on another device."""
@@ -70,7 +74,7 @@ class Rounded:
 class View:
     """View of elements [start, stop) of packed values. A slice of a view is a view."""
 
-    packed: Packed
+    packed: Readable
     start: int
     stop: int
     dtype = torch.float32
@@ -84,6 +88,22 @@ class View:
 
     def read(self) -> Tensor:
         return self.packed.read(self.start, self.stop)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Values of consecutive elements that are in several places, read on one device."""
+
+    parts: Sequence[Tensor | View]
+    device: torch.device
+
+    def read(self, start: int, stop: int) -> Tensor:
+        found, first = [], 0
+        for part in self.parts:
+            own = part[max(start - first, 0) : max(stop - first, 0)]
+            found.append((own if isinstance(own, Tensor) else own.read()).to(self.device))
+            first += len(part)
+        return torch.cat(found)
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket, ParameterBucket
 from megalite.optim.layout import ParameterGroup, Slot
-from megalite.optim.packed import Packed, Remainders, View
+from megalite.optim.offloaded import HostCopy, HostPart, cuts, fetch_gradients
+from megalite.optim.packed import Joined, Packed, Remainders, View
 from megalite.optim.update_rule import own_states, state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -75,7 +77,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
     """Return state of zeros for flat parameters."""
     format = quantized_dtype(config, name)
     if format is not None:
-        return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
+        return Quantized.zeros(parameters, format, root=name == "exp_avg_sq")
     return torch.zeros_like(parameters, dtype=state_dtype(config, name, parameters.dtype))
 
 
@@ -101,6 +103,8 @@ class Segment:
     """Master weights. They are the parameters themselves if the dtypes are equal, remainders if the dtype is int16."""
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
+    copies: Sequence[HostCopy] = ()
+    """Copies to and from the device, if all of these tensors are on the host: consecutive elements."""
     settable: dict[str, Tensor] = field(default_factory=dict)
     """Packed state as fp32 tensors, only while a checkpoint is loaded (see `Optimizer.settable_for_load`)."""
 
@@ -143,6 +147,13 @@ class Segment:
         for start in range(0, len(self.master), elements):
             yield self.part(start, start + elements)
 
+    def copied(self) -> Iterator[Segment]:
+        """Yield the elements of each of the copies, with all of their state."""
+        for copy in self.copies:
+            own = slice(copy.start - self.start, copy.stop - self.start)
+            state = {name: kept[own] for name, kept in self.state.items()}
+            yield replace(self.part(own.start, own.stop), state=state, copies=(copy,))
+
     def wide_gradients(self, factor: float) -> Tensor:
         """Return the gradients times a factor, in the dtype of the masters.
 
@@ -157,10 +168,28 @@ class Segment:
             self.parameters.copy_(self.master)
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Elements [start, stop) of a bucket whose state is in one place: flat views."""
+
+    start: int
+    stop: int
+    parameters: Tensor
+    gradients: Tensor
+    master: Tensor
+    host: HostPart | None = None
+
+
+def of_slot(slot: Slot, segments: Iterable[Segment]) -> list[Segment]:
+    """Return those of a shard's segments that have elements of a slot of its bucket."""
+    return [each for each in segments if slot.start < each.stop and each.start < slot.stop]
+
+
 class Shard:
     """Part of one bucket that this rank updates: its slice, or the full bucket under ZeRO 0."""
 
-    def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
+    def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig, host: HostPart | None) -> None:
+        """Allocate the state. `host`: has the first elements; None: all are on the device."""
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
         """State whose shape differs from that of its parameter, by slot and name. It is not sharded."""
@@ -168,42 +197,93 @@ class Shard:
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start, self.stop = bucket.shard_spec.updated
-        dtype = self.parameters.dtype
-        if config.store_param_remainders and dtype == torch.bfloat16:
-            self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
-        else:
-            self.master = self.parameters.to(state_dtype(config, "master", dtype))  # no copy if the dtypes are equal
-        self.segments = list(self._segments(config))
+        self._parts = list(self._divide(host, config))
+        self.segments = [segment for part in self._parts for segment in self._segments(part, config)]
+        """All elements, divided by parameter group and by where their state is."""
+
+    def _divide(self, host: HostPart | None, config: OptimizerConfig) -> Iterator[_Part]:
+        middle = self.start + (host.elements if host is not None else 0)
+        if host is not None:
+            mirror = self.parameters if self.bucket.slice_on_host else host.mirror(self.parameters)
+            gradients = host.buffer(self.gradients)
+            yield _Part(self.start, middle, mirror, gradients, _masters(mirror, config), host)
+        if middle < self.stop or host is None:
+            parameters, gradients = self.parameters[middle - self.start :], self.gradients[middle - self.start :]
+            yield _Part(middle, self.stop, parameters, gradients, _masters(parameters, config))
 
     @property
     def has_master(self) -> bool:
-        return self.master.dtype != self.parameters.dtype
+        return self._parts[0].master.dtype != self.parameters.dtype
+
+    @property
+    def master(self) -> Tensor:
+        """Master weights of all elements, if they are in one place."""
+        (part,) = self._parts
+        return part.master
 
     @property
     def owned_masters(self) -> Tensor | View:
         """Master weights of the slice that this rank owns. No other rank of the shard group owns this slice."""
         start, stop = (end - self.start for end in self.bucket.owned_range)  # under ZeRO 0 a part of the shard
-        if self.master.dtype == torch.int16:
-            return View(Remainders(self.parameters, self.master), start, stop)
-        return self.master[start:stop]
+        values = [
+            View(Remainders(part.parameters, part.master), 0, len(part.master))
+            if part.master.dtype == torch.int16
+            else part.master
+            for part in self._parts
+        ]
+        if self._parts[0].host is not None:
+            return View(Joined(tuple(values), self.bucket.parameters.device), start, stop)
+        return values[0][start:stop]
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors of the master weights and of all state."""
-        states = [state for segment in self.segments for state in segment.state.values()]
-        packed = [state.tensors() for state in states if isinstance(state, Quantized)]
-        own = [state.values for named in self.own_states for state in named.values()]
-        return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed), *own]
+    @property
+    def on_host(self) -> range:
+        """Elements of the bucket whose state is on the host."""
+        part = self._parts[0]
+        return range(part.start, part.stop if part.host is not None else part.start)
 
-    def _segments(self, config: OptimizerConfig) -> Iterator[Segment]:
+    @property
+    def copies(self) -> list[HostCopy]:
+        """Copies of the elements on the host, in order."""
+        return [copy for segment in self.segments for copy in segment.copies]
+
+    def fetch_early(self) -> None:
+        """Let gradients leave for the host as soon as their sum is complete, if it is so before the end of the step."""
+        (accumulator, *others), copies = self.bucket.accumulators, self.copies
+        reduction, whole = accumulator.reduction, self.bucket.zero_stage > 0 or self.bucket.shard_group.size == 1
+        if copies and whole and not others and reduction.shards_have_all:
+            accumulator.leaving = partial(fetch_gradients, copies)
+
+    def tensors(self, *, on_host: bool = False) -> list[Tensor]:
+        """Return the tensors of the master weights and of all state, on the device or on the host.
+
+        Those on the host include its copies of parameters and gradients. They are no tensors of the bucket.
+        """
+        parts = [part for part in self._parts if (part.host is not None) == on_host]
+        segments = [segment for segment in self.segments if bool(segment.copies) == on_host]
+        states = [state for segment in segments for state in segment.state.values()]
+        packed = itertools.chain(*(state.tensors() for state in states if isinstance(state, Quantized)))
+        copies = [tensor for part in parts if on_host for tensor in (part.parameters, part.gradients)]
+        own = [] if on_host else [state.values for named in self.own_states for state in named.values()]
+        masters = (part.master for part in parts)
+        return [*masters, *(state for state in states if isinstance(state, Tensor)), *packed, *own, *copies]
+
+    def _segments(self, part: _Part, config: OptimizerConfig) -> Iterator[Segment]:
         for group, slots, begin, end in self.bucket.layout.stretches():
-            start, stop = max(begin, self.start), min(end, self.stop)
-            if start < stop:
-                own = slice(start - self.start, stop - self.start)
+            low, high = max(begin, part.start), min(end, part.stop)
+            if low < high:
+                own = slice(low - part.start, high - part.start)
+                parameters, gradients = part.parameters[own], part.gradients[own]
                 names = state_names(config, group)
-                state = {name: _new_state(config, name, self.parameters[own]) for name in names}
-                yield Segment(
-                    group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state
-                )
+                state = {name: _new_state(config, name, parameters) for name in names}
+                copies = [self._copy(part, *ends) for ends in cuts(low, high)] if part.host is not None else ()
+                yield Segment(group, slots, low, high, parameters, part.master[own], gradients, state, copies)
+
+    def _copy(self, part: _Part, start: int, stop: int) -> HostCopy:
+        assert part.host is not None
+        of_shard, of_part = slice(start - self.start, stop - self.start), slice(start - part.start, stop - part.start)
+        device = self.parameters[of_shard], self.gradients[of_shard]
+        host = part.parameters[of_part], part.gradients[of_part]
+        return HostCopy(self.bucket, part.host.options.transfers, start, stop, device, host)
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Yield the elements [begin, end) of the bucket that are in this shard, by parameter."""
@@ -217,6 +297,13 @@ class Shard:
                         name: _view(kept, low - segment.start, high - segment.start) for name, kept in state.items()
                     }
                     yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)
+
+
+def _masters(parameters: Tensor, config: OptimizerConfig) -> Tensor:
+    """Return the master weights of flat parameters, which are the parameters themselves if the dtypes are equal."""
+    if config.store_param_remainders and parameters.dtype == torch.bfloat16:
+        return torch.zeros_like(parameters, dtype=torch.int16)
+    return parameters.to(state_dtype(config, "master", parameters.dtype))  # no copy if the dtypes are equal
 
 
 def frozen_slices(bucket: ParameterBucket, begin: int, end: int) -> Iterator[StateSlice]:

@@ -13,8 +13,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.packed import View, chunks
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite_kernels.exact_sum import exact_digits, rounded
-from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.exact_sum import exact_digits, rounded, sums_of_squares
 
 
 def sums_over_ranks(numbers: Sequence[Tensor], group: Group) -> list[float]:
@@ -49,7 +48,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
     for bucket, values in owned:
         if bucket.shard_spec.counted_here:
             for group, run in bucket.owned_runs:
-                blocks[group.name].append(_sums_of_squares(values[run]))
+                blocks[group.name].append(_sums_of_squares(values[run], mesh.device))
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     totals = sums_over_ranks([torch.cat(sums) if sums else none for sums in blocks.values()], mesh.world())
     return {name: math.sqrt(total) for name, total in zip(blocks, totals, strict=True)}
@@ -67,8 +66,7 @@ def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     return int(collectives.all_reduce_(count, mesh.world()))
 
 
-def _sums_of_squares(values: Tensor | View) -> Tensor:
+def _sums_of_squares(values: Tensor | View, device: torch.device) -> Tensor:
     if isinstance(values, Tensor):
         return sums_of_squares(values)
-    place = values.packed.tensors()[0].device
-    return torch.cat([sums_of_squares(values[part].read()) for part in chunks(len(values), place)])
+    return torch.cat([sums_of_squares(values[part].read()) for part in chunks(len(values), device)])

@@ -7,7 +7,7 @@ each expert's matrix. A tensor without matrices is one whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megalite.optim.layout import Slot
-from megalite.optim.shard import Segment, Shard
+from megalite.optim.shard import Segment, Shard, of_slot
 from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.placement import DENSE, EXPERT
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
-from megalite_kernels.l2_norm import BLOCK, sums_of_squares
+from megalite_kernels.exact_sum import BLOCK, sums_of_squares
 
 AT_ONCE = 256
 """Number of sums in one message, of 34 KB each."""
@@ -32,8 +32,8 @@ class Place:
 
     slot: Slot
     piece: Piece
-    segment: Segment | None
-    """Segment that has the parameter, or None if this rank updates none of its elements."""
+    segments: Sequence[Segment]
+    """Segments that have elements of the parameter, in order; none if this rank updates none of them."""
     start: int
     """First element of the piece."""
     counted: tuple[int, int]
@@ -43,18 +43,16 @@ class Place:
 
     def runs(self, first: int, last: int) -> Iterator[Run]:
         """Yield those of the elements [first, last) that this rank updates, if there are any."""
-        if self.segment is None:
-            return
-        low, high = max(first, self.segment.start), min(last, self.segment.stop)
-        if low < high:
-            begin, end = (min(max(bound, low), high) - low for bound in self.counted)
-            yield Run(self.segment.part(low - self.segment.start, high - self.segment.start), slice(begin, end))
+        for segment in self.segments:
+            low, high = max(first, segment.start), min(last, segment.stop)
+            if low < high:
+                begin, end = (min(max(bound, low), high) - low for bound in self.counted)
+                yield Run(segment.part(low - segment.start, high - segment.start), slice(begin, end))
 
 
 def places(shards: Iterable[Shard], mesh: ParallelMesh) -> Iterator[Place]:
     """Yield the place of each piece on this rank, also of those of which another rank updates all elements."""
     for shard in shards:
-        segment_of = {id(slot): segment for segment in shard.segments for slot in segment.slots}
         spec = shard.bucket.shard_spec
         for slot in shard.bucket.slots:
             record = slot.parameter.sharding
@@ -68,7 +66,7 @@ def places(shards: Iterable[Shard], mesh: ParallelMesh) -> Iterator[Place]:
                 counts = mesh.rank == first and spec.replica % instances == 0
                 start = slot.start + piece.row * math.prod(record.local_shape[1:])
                 counted = shard.bucket.owned_range if counts else (0, 0)
-                yield Place(slot, piece, segment_of.get(id(slot)), start, counted, group)
+                yield Place(slot, piece, of_slot(slot, shard.segments), start, counted, group)
 
 
 @dataclass(frozen=True)
@@ -156,5 +154,6 @@ def norms(tensors: Iterable[TensorGroup], values: Callable[[Segment], Tensor], m
     found: list[float] = []
     for group, members in messages(tensors):
         sums = [[sum for run in whole.runs for sum in run.sums_of_squares(values(run.segment))] for whole in members]
-        found.extend(math.sqrt(total) for total in sums_over_ranks([torch.cat([none, *each]) for each in sums], group))
+        of_rank = [torch.cat([none, *(part.to(none.device) for part in each)]) for each in sums]
+        found.extend(math.sqrt(total) for total in sums_over_ranks(of_rank, group))
     return found

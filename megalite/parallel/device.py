@@ -68,7 +68,8 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
         # Registered by hand, because torch's own pinned allocations are rounded up to powers of two.
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+        # Views keep the storage, and not this tensor.
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
     return memory
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.stage_module import Inside
 
 
 class GradientSum(Protocol):

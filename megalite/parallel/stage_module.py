@@ -1,14 +1,35 @@
-"""The interface between a network and the code that trains it: a stage as a module."""
+"""The interface between a network and the code that trains it: a stage as a module, with the collectives inside it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
-from megalite.parallel.inside import Inside
 from megalite.parallel.stage import LossTerm
+
+
+class Inside(NamedTuple):
+    """A collective that modules of a stage run inside a schedule action, except those over tensor-parallel ranks.
+
+    Attributes:
+        group: the axes of its group, for example "dp x cp" or "ep".
+        backward: number of collectives that its backward runs.
+    """
+
+    name: str
+    group: str
+    backward: int = 1
+
+
+def inside_forward(modules: Iterable[nn.Module]) -> list[Inside]:
+    """List the modules' collectives in the order of forward. Backward runs those with a gradient in reverse order.
+
+    A submodule that communicates lists its collectives in an attribute `inside`.
+    """
+    return [each for module in modules for part in module.modules() for each in getattr(part, "inside", ())]
 
 
 class StageModule(nn.Module):

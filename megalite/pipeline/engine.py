@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.errors import MegaliteError
+from megalite.offload.activations import ActivationOffload
 from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.device import profile_range, synchronize
 from megalite.parallel.parameter import DeferredGradients
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
+from megalite.pipeline.offloading import slots
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
@@ -81,10 +83,15 @@ class Recording:
 class PipelineEngine(Generic[MicroBatch]):
     """Stages of one pipeline rank, and its links to other ranks. Without a pipeline, the one stage is the entire model.
 
+    Attributes:
+        offloading: copies what layers save for backward to the host; None: it stays.
+
     Args:
         stages: if there are several, with shapes and dtypes of the tensors that they pass on.
         device: device of received messages.
     """
+
+    offloading: ActivationOffload | None = None
 
     def __init__(
         self,
@@ -125,6 +132,8 @@ class PipelineEngine(Generic[MicroBatch]):
         step = _Step(self, micro_batches, loss_multipliers or {}, gradients)
         execute = step.execute if observer is None else partial(observer.execute, step=step)
         actions, profiling = list(actions), is_profiling()
+        if self.offloading is not None:
+            self.offloading.begin_step(slots(actions))
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
                 if profiling:
@@ -132,6 +141,8 @@ class PipelineEngine(Generic[MicroBatch]):
                         execute(action)
                 else:
                     execute(action)
+        if self.offloading is not None:
+            self.offloading.end_step()
         return step.sums()
 
 
@@ -261,12 +272,16 @@ class _Step(Generic[MicroBatch]):
     def _forward(self, action: Action) -> None:
         """Run a chunk on a micro-batch, add its loss terms to the sums, and pass its tensors on."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
+        if self.engine.offloading is not None:
+            self.engine.offloading.before_forward(*key)
         arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
         if training and arrived:
             self._inputs[key] = [inputs[spec.name].requires_grad_() for spec in chunk.gives_back]
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
+        if self.engine.offloading is not None:
+            self.engine.offloading.after_forward()
         passed_on = chunk.passed_on(tensors, action.micro_batch)
         chunk.check_terms(terms, self.loss_multipliers if training else None, action.micro_batch)
         if training:
@@ -282,6 +297,8 @@ class _Step(Generic[MicroBatch]):
     def _backward(self, action: Action) -> None:
         """Run a chunk's backward and pass the gradients of its inputs back; an input without one is an error."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
+        if self.engine.offloading is not None:
+            self.engine.offloading.before_backward(*key)
         (edges, terms), inputs = self._outputs.pop(key), self._inputs.pop(key, ())
         gradients = self._arrived("B", action) if edges else []
         for name, term in terms.items():

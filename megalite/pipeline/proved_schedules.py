@@ -12,9 +12,9 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megalite.parallel.collectives import all_gather_json
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage_module import Inside
 from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, orders_of

@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from megalite.errors import ConfigurationError
 from megalite.process.output import say
 from megalite.process.place import Place
 
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _BACKLOG = 4096  # many ranks connect at the same time
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -34,6 +36,28 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory that this process may use: the least of the limits of its control groups (cgroup v1
+    and v2) and of what the machine has."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError):  # not on Linux
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "memory" in controllers.split(","):
+                limits += _limits_of_groups(CGROUPS / ("memory" if controllers else ""), path.strip("/"))
+    return min(limits)
+
+
+def _limits_of_groups(root: Path, path: str) -> Iterator[int]:
+    """Yield the limits of a control group and of those around it. A container may see only its own, as the root."""
+    for group in (root / path, *(root / path).parents):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                yield int((group / name).read_text())
+        if group == root:
+            return
 
 
 def process_space() -> str:

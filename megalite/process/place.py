@@ -21,7 +21,6 @@ from megalite.process.launchers import (
     read_number,
 )
 from megalite.process.output import say
-from megalite.process.tf_config import read_tf_config
 
 Value = TypeVar("Value")
 _MEANINGS = {
@@ -108,7 +107,10 @@ def place_from_environment(*, with_servers: bool = False) -> Place:
 
 def _launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
     yield from launchers(environment)
-    yield read_tf_config(environment)
+    if "TF_CONFIG" in environment:
+        from megalite.process.tf_config import read_tf_config
+
+        yield read_tf_config(environment)
 
 
 def place_or_alone() -> Place:

@@ -13,6 +13,7 @@ from megalite.process.launchers import LauncherInfo, Number
 _ROLES = ("chief", "master", "worker", "ps")
 """Types of tasks that are ranks, in the order of their ranks. `master` is the chief of earlier releases."""
 _LARGEST = 2**17
+_KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number"}
 _ADDRESS = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4})", re.ASCII)
 
 
@@ -24,9 +25,7 @@ def read_tf_config(environment: Mapping[str, str]) -> LauncherInfo:
     Raises:
         ConfigurationError: it is no JSON of the form that TensorFlow reads, or this task is no rank.
     """
-    text = environment.get("TF_CONFIG", "")
-    if not text.strip():
-        return LauncherInfo()
+    text = environment.get("TF_CONFIG", "").strip() or "{}"
     try:
         given = json.loads(text) if len(text) <= _LARGEST else _refuse(f"has more than {_LARGEST:,} characters")
     except (ValueError, RecursionError):
@@ -38,6 +37,8 @@ def read_tf_config(environment: Mapping[str, str]) -> LauncherInfo:
     if len(set(addresses)) < len(addresses):
         _refuse("gives two tasks the same address")
     task = _member(given, "task", dict) or {}
+    if isinstance(digits := task.get("index"), str) and re.fullmatch("[0-9]{1,9}", digits):
+        task = {**task, "index": int(digits)}  # as TensorFlow reads it
     role, index = _member(task, "type", str), _member(task, "index", int)
     if role == "evaluator":
         _refuse(
@@ -51,7 +52,6 @@ def read_tf_config(environment: Mapping[str, str]) -> LauncherInfo:
         _refuse(f"has {role} {index!r:.40} as its task, but its cluster has {len(here)} of them")
     rank = addresses.index(here[index])
     hosts = [address.rpartition(":")[0] for address in addresses]
-    port = int(addresses[0].rpartition(":")[2])
     return LauncherInfo(
         "TensorFlow's launcher",
         Number(rank, "TF_CONFIG's rank"),
@@ -59,7 +59,7 @@ def read_tf_config(environment: Mapping[str, str]) -> LauncherInfo:
         Number(hosts[:rank].count(hosts[rank]), "TF_CONFIG's rank on the host"),
         Number(hosts.count(hosts[rank]), "TF_CONFIG's ranks on the host"),
         hosts[0].strip("[]"),
-        port,
+        int(addresses[0].rpartition(":")[2]),
         agents=True,
         servers=len(_addresses(cluster, "ps")) or None,
     )
@@ -79,7 +79,7 @@ def _member(given: Any, name: str, kind: type) -> Any:
     """Return a member of an object; None if it has none."""
     value = given.get(name) if isinstance(given, dict) else _refuse(f"has no object around {name!r}")
     if value is not None and type(value) is not kind:
-        _refuse(f"has {value!r:.60} as its {name!r}")
+        _refuse(f"has {value!r:.60} as its {name!r}: expected {_KINDS[kind]}")
     return value
 
 

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from megalite import checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
+from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.lifecycle.control_files import ControlFiles, has_file
-from megalite.lifecycle.launch import connect_ranks, disconnect, locate
-from megalite.lifecycle.run_watchdog import run_watchdog
+from megalite.lifecycle.launch import connect_ranks, disconnect, locate, run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
+from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
 from megalite.run.loop import TrainingLoop, metrics_path
-from megalite.run.synchronization import make_synchronization
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
@@ -32,7 +32,6 @@ from megalite.training.kernels import choose_kernels
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.several import SeveralTrainer
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -112,7 +111,11 @@ class Run:
         config, mesh = self.config, self.mesh
         resume_point = find_resume_point(config.checkpoint, mesh)
         chosen = self._synchronization
-        trainer = SeveralTrainer if self.task.optimizers else chosen.trainer
+        trainer = chosen.trainer
+        if self.task.optimizers:
+            from megalite.training.several import SeveralTrainer
+
+            trainer = SeveralTrainer
         build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
@@ -211,3 +214,29 @@ def _record_run(directory: AnyPath, config: TaskConfig) -> None:
         write_atomically(directory / "config.yaml", dump(config).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error
+
+
+class RunSynchronization(Synchronization):
+    """Synchronization of a run.
+
+    Attributes:
+        trainer: the trainer of this rank.
+        loop: the loop that runs it.
+    """
+
+    trainer: type[Trainer] = Trainer
+    loop: type[TrainingLoop] = TrainingLoop
+
+
+def make_synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronization:
+    """Return how the ranks of this mesh, all of a run, bring together what they learn. Called by all ranks together."""
+    if config.synchronization.is_plain:
+        return RunSynchronization(mesh)
+    found: RunSynchronization = entry_point("synchronization")(config, mesh)
+    return found
+
+
+def make_trainer(config: TaskConfig, task: Task, mesh: ParallelMesh, directory: AnyPath | None = None) -> Trainer:
+    """Return the trainer of a rank without a run around it. Called by all ranks together."""
+    synchronization = make_synchronization(config, mesh)
+    return synchronization.trainer(config, task, synchronization, directory)

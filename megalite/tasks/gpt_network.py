@@ -11,9 +11,8 @@ from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
 from megalite.conversion.opened import OpenedModel, states_of_training
-from megalite.conversion.upcycling import upcycled
-from megalite.conversion.vocabulary import with_more_tokens
 from megalite.model.gpt import GPT
+from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -47,6 +46,8 @@ class GPTNetworkTask(Task):
             self.chunks = chunks
             if self.config.kernels.compile:
                 compile_layers(chunks)
+            if self.config.offload.offloads_activations:
+                self.offloading = offload_layers(chunks, self.config.offload)
         return chunks
 
     @property
@@ -65,8 +66,12 @@ class GPTNetworkTask(Task):
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)
         if self.config.checkpoint.resize_vocabulary:
+            from megalite.conversion.vocabulary import with_more_tokens
+
             opened = with_more_tokens(opened, self.model.vocab_size)
         if self.config.checkpoint.moe_use_upcycling:
+            from megalite.conversion.upcycling import upcycled
+
             opened = upcycled(opened, self.model, self.config.training.seed)
         return opened
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,14 @@ from megalite.tasks import summary
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
 from megalite.tasks.gpt_network import GPTNetworkTask
-from megalite.tasks.routing_recorder import RoutingRecorder
 from megalite.training import builder
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.metrics import THROUGHPUT
 from megalite.training.task import Figures, Summarized
+
+if TYPE_CHECKING:
+    from megalite.tasks.routing_recorder import RoutingRecorder
 
 
 @dataclass
@@ -63,6 +65,9 @@ class GPTTask(GPTNetworkTask):
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
         self.tokens_per_sample = config.data.seq_length
         self.cutting = builder.make_cutting(config, mesh)
+        padded = self.model.padded_vocab_size(mesh.size("tp"))
+        self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
+        self._peak_flops = peak_flops(device.device_name(mesh.device))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 
@@ -90,6 +95,8 @@ class GPTTask(GPTNetworkTask):
         if folder is None:
             return micro_batches
         if self._recorder is None:
+            from megalite.tasks.routing_recorder import RoutingRecorder
+
             sample_group = self.mesh.group(*self.chunks[0].context.sample_axes)
             self._recorder = RoutingRecorder(routing_records(self.config, folder), self.mesh, sample_group)
         return self._recorder.begin_step(micro_batches, is_first=consumed_samples == 0)
@@ -121,9 +128,7 @@ class GPTTask(GPTNetworkTask):
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
         per_device = tokens_per_second / self.mesh.world_size
-        padded = self.model.padded_vocab_size(self.mesh.size("tp"))
-        flops = per_device * flops_per_token(self.model, padded, self.config.data.seq_length)
-        peak = peak_flops(device.device_name(self.mesh.device))
+        flops, peak = per_device * self._flops_per_token, self._peak_flops
         figures = tokens_per_second, per_device, flops / 1e12, None if peak is None else flops / peak
         return dict(zip(THROUGHPUT, figures, strict=True))
 

@@ -1,19 +1,23 @@
 """Memory of a rank by kind, measured at the start of a run.
 
 The kinds are parameters, gradients, optimizer state (moments, and fp32 masters of narrower parameters), and the
-activations that all micro-batches in flight keep from forward to backward. Short-lived memory (buffers of collectives,
-temporaries of kernels) is not included; `peak_memory_bytes` of the metrics includes it.
+activations that all micro-batches in flight keep from forward to backward. What offloading keeps in the host's memory
+is counted apart, also on the CPU, where both are one memory. Short-lived memory (buffers of collectives, temporaries of
+kernels) is not included; `peak_memory_bytes` of the metrics includes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.modules.forward_state import ForwardState
+from megalite.offload.activations import ActivationOffload
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_internals import storage_identity
 
@@ -27,15 +31,19 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Peak of the micro-batches in flight."""
+    """Peak of the micro-batches in flight, on the device."""
+    host: int = 0
+    """Bytes that offloading keeps in the host's memory, and that no other figure has."""
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def lines(self, whose: str) -> dict[str, str]:
-        """Return the total and each kind as text. `whose`: the rank, in words."""
-        kinds = {f"  {kind}": in_words(size) for kind, size in asdict(self).items()}
+        """Return the total of the device and each kind as text. `whose`: the rank, in words."""
+        sizes = {kind: size for kind, size in asdict(self).items() if size or kind != "host"}
+        kinds = {f"  {kind}": in_words(size) for kind, size in sizes.items()}
         return {"memory": f"{in_words(self.total)} {whose}", **kinds}
 
 
@@ -49,44 +57,57 @@ def in_words(number: float) -> str:
 
 
 def measured(
-    optimizer: Optimizer, forwards: Iterable[Callable[[], object]], peak: Callable[[Sequence[int]], int] = sum
+    optimizer: Optimizer,
+    forwards: Iterable[Callable[[], object]],
+    peak: Callable[[Sequence[int]], int] = sum,
+    offloading: ActivationOffload | None = None,
+    buffers: Callable[[Sequence[int]], int] = sum,
 ) -> Memory:
     """Measure the tensors of this rank.
 
     Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
     that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
-    micro-batch.
+    micro-batch, and `buffers` those of the host from the bytes that each chunk offloads.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
-    flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
-    parameters = _storages([*flat, *states])
+    flats = [*buckets, *optimizer.frozen]
+    slices = [each.parameter_shard for each in flats if not each.slice_on_host]
+    parameters = _storages([*(each.parameters for each in flats), *slices, *states])
     accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
     with ForwardState(optimizer.module_states).unchanged():
-        activations = peak([_kept(forward, parameters) for forward in forwards])
+        saved = [_kept(forward, parameters, offloading, chunk) for chunk, forward in enumerate(forwards)]
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
-        activations=activations,
+        activations=peak([size for size, _ in saved]),
+        host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size in saved])),
     )
 
 
-def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
-    """Return the bytes that a forward keeps for backward, without the storages of parameters."""
+def _kept(
+    forward: Callable[[], object], parameters: Container[int], offloading: ActivationOffload | None, chunk: int
+) -> tuple[int, int]:
+    """Return the bytes that a chunk's forward keeps for backward on the device, and those that it offloads to the host,
+    without the storages of parameters.
+    """
     activations: dict[int, int] = {}
+    offloaded: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_identity(tensor) not in parameters:
-            activations.update(_storages([tensor]))
+            taken = offloading is not None and offloading.takes(tensor)
+            (offloaded if taken else activations).update(_storages([tensor]))
         return tensor.detach()  # an output that its own node keeps would never be freed
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    counting = nullcontext() if offloading is None else offloading.counting(chunk)
+    with counting, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = forward()  # kept alive until all hooks have run, so that no address is used twice
     del graph
-    return sum(activations.values())
+    return sum(activations.values()), sum(offloaded.values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,14 @@ from megalite.modules.alike import check_alike, check_apart
 from megalite.modules.assignment import assign
 from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
+from megalite.modules.calling import Layers
 from megalite.modules.forward_state import ForwardState
-from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.sequences import PlainAttentionWatch, SequenceDims, check_mixes_no_tokens, own_part
-from megalite.modules.stage import ModuleStage, mean_over_samples
+from megalite.modules.stage import ModuleStage, Objective, mean_over_samples
+from megalite.offload.activations import ActivationOffload, around
+from megalite.offload.transfers import make_transfers
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
@@ -104,7 +107,8 @@ class ModuleTask(DatasetTask):
         copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
         self._copies = [copy.eval() for copy in copies]
         self._plans = self._find_plans()
-        self.terms, self._loss = self._declare_loss()
+        self._objective = self._declare_loss()
+        self.terms = self._objective.terms
         self.loss_name = self.terms[0].name
         self.evaluated, self.metrics = self.terms, tuple(options.metrics)
         self._set_values: Callable[[Parameter], None] | None = None
@@ -256,7 +260,6 @@ class ModuleTask(DatasetTask):
         for number, uses in zip(numbers, uses_of_stages, strict=True):
             module, of_buffers = modules[number], _matching(options.buffers, buffers[number])
             rules = {each: options.buffers[each] for each in of_buffers}
-            kept = KeptBuffers(module, mesh, rules)
             chunks.append(
                 ModuleStage(
                     module,
@@ -264,11 +267,8 @@ class ModuleTask(DatasetTask):
                     self._plans[number],
                     number=number,
                     count=stages.count,
-                    loss=self._loss,
-                    loss_is_mean=options.loss is not None and options.count is None,
-                    metric=self._metric if options.metrics else None,
-                    terms=self.terms,
-                    kept=kept,
+                    objective=self._objective,
+                    kept=KeptBuffers(module, mesh, rules),
                     uses=uses,
                     seed=training.seed,
                     recompute=options.recompute is True or _matching(recompute, parts[number]),
@@ -279,7 +279,30 @@ class ModuleTask(DatasetTask):
         if own:
             self.chunks = chunks
             self._require_matrices(modules)
+            self._offload_blocks()
         return chunks
+
+    def _offload_blocks(self) -> None:
+        """Let the first blocks of this rank offload what they save for backward, if the run says so."""
+        options, most = self.config.offload, sum(max(len(plan.blocks), 1) for plan in self._plans)
+        if options.fine_grained_activation_offloading:
+            raise ConfigurationError(
+                f"offload_modules={options.offload_modules} are modules of a GPT's layers: give "
+                "cpu_offloading_num_layers, the number of blocks that are offloaded"
+            )
+        if (count := options.cpu_offloading_num_layers) > most:
+            raise ConfigurationError(f"cpu_offloading_num_layers={count} is more than the {most} blocks of the model")
+        if not count:
+            return
+        layers: list[list[int]] = []
+        for chunk in self.chunks:
+            layers.append(list(range(min(count, len(chunk.parts())))))
+            count -= len(layers[-1])
+        transfers, retains = make_transfers(self.mesh.device), options.cpu_offloading_retain_pinned_cpu_buffers
+        self.offloading = offload = ActivationOffload(transfers, self.chunks, layers, retains=retains)
+        for number, chunk in enumerate(self.chunks):
+            for index, (_, part) in zip(layers[number], chunk.parts(), strict=False):
+                around(part, partial(offload.around_layer, number, index, everything=True))
 
     def _require_matrices(self, modules: Sequence[nn.Module]) -> None:
         own = [modules[number] for number in self.stages().of_rank(self.mesh.coordinate("pp"))]
@@ -320,22 +343,23 @@ class ModuleTask(DatasetTask):
 
     # ------------------------------------------------------------------------------------------------ the loss
 
-    def _declare_loss(self) -> tuple[tuple[LossTerm, ...], Function | None]:
-        """Return the terms of the loss, and the function that returns their sums."""
-        loss, count = self.options.loss, self.options.count
+    def _declare_loss(self) -> Objective:
+        """Return the terms of the loss, with the functions that return their sums and those of the metrics."""
+        loss, count, metric = self.options.loss, self.options.count, self._metric if self.options.metrics else None
         if loss is None:
             if not self.options.terms:
                 raise ConfigurationError("the run has no loss: give Trainer(loss=...), or terms that a stage returns")
-            return tuple(self.options.terms), None
+            return Objective(terms=tuple(self.options.terms), metric=metric)
         if named := [term.name for term in self.options.terms if term.name in self.optimizers]:
             raise ConfigurationError(
                 f"terms=...: {named[0]} is the name of an optimizer, which only a term of the loss has"
             )
         if count is None:
-            return (mean_over_samples(), *self.options.terms), checked_mean(loss)
+            return Objective(checked_mean(loss), True, (mean_over_samples(), *self.options.terms), metric)
         own = counted_terms(count, self._example)
         function = with_terms(loss, [term.name for term in own])
-        return (*own, *self.options.terms), self._of_updated(function) if self.optimizers else function
+        function = self._of_updated(function) if self.optimizers else function
+        return Objective(function, terms=(*own, *self.options.terms), metric=metric)
 
     def _of_updated(self, loss: Function) -> Function:
         """Return the loss without the terms that have the name of an optimizer which the step does not update."""

@@ -12,17 +12,21 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
+from megalite.pipeline.offloading import slots
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.tasks import memory
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters
+from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
@@ -55,8 +59,13 @@ def training_line(trainer: Summarized) -> str:
 
 def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
     """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
+    options, nothing = trainer.config.offload, {}
+    if options.fine_grained_activation_offloading and measured.host == bytes_on_host(trainer.optimizer):
+        least = options.min_offloaded_tensor_size
+        nothing["  host"] = f"no saved tensor has the {least:,} elements of --min-offloaded-tensor-size"
     return {
         **measured.lines("a rank" if trainer.mesh.size("pp") == 1 else "on rank 0"),
+        **nothing,
         "device": f"{trainer.mesh.world_size} x {device.device_name(trainer.mesh.device)}",
         "training": training_line(trainer),
         "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
@@ -186,7 +195,22 @@ def measured_by(trainer: Summarized, micro_batch: object) -> memory.Memory:
         for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
     with trainer.unchanged():
-        return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+        found = memory.measured(
+            trainer.optimizer,
+            forwards,
+            functools.partial(_peak, trainer),
+            trainer.task.offloading,
+            lambda sizes: _host_bytes(_step_actions(trainer), sizes),
+        )
+    if trainer.task.offloading is not None:  # only now it is known what the activations take
+        require_room_on_host(found.host, trainer.config.offload, trainer.mesh)
+    return found
+
+
+def _host_bytes(actions: Sequence[Action], sizes: Sequence[int]) -> int:
+    """Return the bytes of all host buffers, from what each chunk offloads of a micro-batch."""
+    used = {chunk: slot for (chunk, _), slot in sorted(slots(actions).items(), key=lambda item: item[1])}
+    return sum((used[chunk] + 1) * size for chunk, size in enumerate(sizes))
 
 
 def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tensor]:
@@ -199,5 +223,8 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))
-    return peak_in_flight(actions, sizes)
+    return peak_in_flight(_step_actions(trainer), sizes)
+
+
+def _step_actions(trainer: Summarized) -> Sequence[Action]:
+    return trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))

@@ -14,6 +14,7 @@ import torch
 
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, ParallelConfig, RunConfig
+from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import (
     StageLayers,
@@ -29,30 +30,33 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
 from megalite.model import gpt
+from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
-from megalite.model.recompute import Recompute
+from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
+from megalite.optim.host_memory import expected_bytes_on_host
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
+from megalite.optim.offloaded import HostState
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.several import SeveralOptimizers
+from megalite.optim.several import SeveralOptimizers, optimizer_of
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
+from megalite.training.room_on_host import require_room_on_host
 
 
 def make_loader(
@@ -250,6 +254,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
+        fraction_on_host=config.offload.fraction_on_host,
         own=optimizer,
         optimizers=optimizers,
     )
@@ -276,15 +281,42 @@ def make_optimizer(
     """
     synchronization = synchronization or Synchronization(mesh)
     options = replace(data_parallel(config, mesh, stages), allow_unused=allow_unused)
+    host = host_state(config.offload, mesh.device)
+    if host is not None:
+        on_host = host.transfers if config.offload.parameter_offload else None
+        options = replace(options, overlap_arrival=host.overlap, slices_on_host=on_host)
+    blocks, options = [chunk.blocks() for chunk in chunks], synchronization.options(options)
+    hyperparameters = synchronization.hyperparameters(config.optimizer)
+    if host is not None:
+
+        def config_of(parameter: Parameter) -> OptimizerConfig:
+            return optimizers.get(optimizer_of(parameter), hyperparameters)
+
+        needed = expected_bytes_on_host(chunks, mesh, options, host.fraction, config_of, blocks=blocks)
+        require_room_on_host(needed, config.offload, mesh)
     return optim.make_optimizer(
         chunks,
         mesh,
-        synchronization.hyperparameters(config.optimizer),
-        synchronization.options(options),
-        blocks=[chunk.blocks() for chunk in chunks],
+        hyperparameters,
+        options,
+        blocks=blocks,
         set_values=set_values,
         synchronization=synchronization,
+        host=host,
         make=partial(SeveralOptimizers, configs=optimizers) if optimizers else Optimizer,
+    )
+
+
+def host_state(offload: OffloadConfig, device: torch.device) -> HostState | None:
+    """Return what the optimizer keeps on the host, from the flags."""
+    if not offload.optimizer_cpu_offload:
+        return None
+    return HostState(
+        make_transfers(device),
+        offload.fraction_on_host,
+        overlap=offload.overlap_cpu_optimizer_d2h_h2d,
+        pin_gradients=offload.pin_cpu_grads,
+        pin_parameters=offload.pin_cpu_params,
     )
 
 

@@ -8,7 +8,7 @@ checks in every module. Steps that are not skipped have no extra cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
@@ -20,12 +20,11 @@ from megalite.optim.buckets import ParameterBucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel.collectives import all_gather_json, all_reduce_
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.engine import PipelineEngine
-from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.process.host import host_name
+from megalite.training.gradients import Gradients
 from megalite.training.nonfinite_search import NotFinite, Search, not_finite
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -33,19 +32,6 @@ MAX_CONSECUTIVE_SKIPS = 10
 LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
 """Counts of consecutive skipped steps at which the search for the cause runs."""
 _SHOWN = 8  # the most names or ranks in a message
-
-
-@dataclass(frozen=True)
-class SkippedStep:
-    """Inputs of a skipped step, from which it can be run again."""
-
-    iteration: int
-    actions: Sequence[Action]
-    micro_batches: Sequence[Any]
-    loss_multipliers: Mapping[str, float]
-    loss_scale: float
-    sums: TermSums
-    """Loss sums of this rank, not reduced over ranks."""
 
 
 def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
@@ -86,7 +72,8 @@ class _SecondRun:
 
 
 def locate(
-    step: SkippedStep,
+    step: Gradients,
+    iteration: int,
     chunks: Sequence[StageModule],
     engine: PipelineEngine[Any],
     stages: Stages,
@@ -100,13 +87,13 @@ def locate(
     """
     first = [_FirstRun(**report) for report in all_gather_json(asdict(_first_run(step, optimizer)), mesh)]
     hosts = [report.host for report in first]
-    told = f"step {step.iteration} was skipped, since its gradient is not finite"
+    told = f"step {iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
         return f"{told}: {_describe_parameters(first, hosts)}"
     search = Search(stages, mesh.coordinate("pp"))
     optimizer.begin_step(len(step.micro_batches), step.loss_scale)
     with search.through(chunks):
-        engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
+        engine.run(step.actions, step.micro_batches, step.multipliers, optimizer, search)
     result = optimizer.agreed(optimizer.complete(step.loss_scale))
     second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
     cause = _describe_cause(first, second, result, hosts, mesh, step)
@@ -116,13 +103,13 @@ def locate(
 # ---------------------------------------------------------------------------------------------------- state of a rank
 
 
-def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
+def _first_run(step: Gradients, optimizer: Optimizer) -> _FirstRun:
     parameters = _some(chain.from_iterable(map(_parameters, (*optimizer.buckets, *optimizer.frozen))))
     loss = next((value for total in step.sums.values() if (value := not_finite(total))), None)
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
 
-def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _SecondRun:
+def _second_run(search: Search, step: Gradients, optimizer: Optimizer) -> _SecondRun:
     rest = sorted(search.micro_batches), *_gradients(optimizer)
     if search.first is None:
         return _SecondRun(None, (), *rest)
@@ -186,7 +173,7 @@ def _describe_cause(
     result: StepResult,
     hosts: Sequence[str],
     mesh: ParallelMesh,
-    step: SkippedStep,
+    step: Gradients,
 ) -> str:
     """Return what a second run of a skipped step has found, by the reports of all ranks on both runs."""
     if not result.skipped:

@@ -104,7 +104,7 @@ def _refuse_other_folders(load: str) -> None:
     if has_file(folder / "manifest.json"):
         number = folder.name.removeprefix("iter_").lstrip("0")
         raise ConfigurationError(
-            f"--load {load} is one checkpoint: give its run directory, --load {folder.parent} (--ckpt-step {number})"
+            f"--load {load} is one checkpoint: give its run directory {folder.parent} (with --ckpt-step {number})"
         )
     if has_file(folder / ".metadata"):
         raise ConfigurationError(

@@ -15,6 +15,7 @@ from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
+from megalite.offload.activations import ActivationOffload
 from megalite.optim.learning_rate import Factor
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
@@ -76,6 +77,7 @@ class Task(ABC):
             name of its own.
         factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
             that of a single one.
+        offloading: copies what the layers of this rank save for backward to the host; None: it stays.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
     """
@@ -90,6 +92,7 @@ class Task(ABC):
     tokens_per_sample: int | None = None
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
     factors: Mapping[str, Factor] = MappingProxyType({})
+    offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
 
     # ------------------------------------------------------------------------------------------------ the network

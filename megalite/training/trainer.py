@@ -18,6 +18,7 @@ from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -26,6 +27,7 @@ from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
@@ -38,7 +40,7 @@ from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
-from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
+from megalite.training.nonfinite import LOCATED_SKIPS, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_optimizers, check_schedule_unit
 from megalite.training.task import ONLY, Task
@@ -80,14 +82,19 @@ class Trainer:
             synchronization=synchronization,
             optimizers=task.optimizers,
         )
+        self._bytes_on_host = bytes_on_host(self.optimizer)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
+        self.engine.offloading = task.offloading
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
         micro_batches = [self.num_micro_batches(size) for size in task.batch_size.sizes if size % least == 0]
         evaluation = self.num_micro_batches(self.evaluation_batch_size)
         self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
+        if task.offloading is not None:
+            for number in micro_batches:
+                proved(self.schedules.training(number), task.offloading.layers)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
@@ -100,7 +107,7 @@ class Trainer:
         self.evaluation_left = False
         self.loaded = Loaded()
         self.loss_scale = builder.make_loss_scale(config)
-        self._skipped: SkippedStep | None = None
+        self._skipped: Gradients | None = None  # of the last step, if its NaN or infinity is to be located
         self._time_line: Recording | None = None
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
@@ -208,8 +215,7 @@ class Trainer:
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not scale_is_adapting else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        of_step = gradients.actions, micro_batches, gradients.multipliers, loss_scale, gradients.sums
-        self._skipped = SkippedStep(self.iteration, *of_step) if self.skips_in_a_row in LOCATED_SKIPS else None
+        self._skipped = gradients if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += gradients.batch_size
         seconds = time.perf_counter() - gradients.began
         figures = {**self.task.figures(micro_batches, updated=not update.skipped), **figures}
@@ -249,7 +255,8 @@ class Trainer:
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
         with self.unchanged(), self.sections(SECOND_RUN):
-            return locate(skipped, self.chunks, self.engine, self.schedules.stages, self.optimizer, self.mesh)
+            stages = self.schedules.stages
+            return locate(skipped, self.iteration, self.chunks, self.engine, stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
         """Draw the time line of the last step if it was requested. Called by all ranks together.
@@ -411,7 +418,9 @@ class Trainer:
 
     def _statistics(self, others: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
         """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
-        figures = dict(others)
+        figures, activations = dict(others), self.task.offloading
+        if on_host := self._bytes_on_host + (0 if activations is None else activations.host_bytes):
+            figures["host_memory_bytes"] = on_host
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":

@@ -10,6 +10,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -66,6 +69,16 @@ def _last_ones(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
     """Return the first operations that have not ended, and the last that have."""
     ended = next((at for at, one in enumerate(operations) if one.state != COMPLETED), len(operations))
     return operations[max(ended - 2, 0) : ended + 2]
+
+
+def stacks() -> str:
+    """Return the Python stacks of all threads of this process except the caller's, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in order
+    )
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:

@@ -110,6 +110,14 @@ def _where(place: Sequence[RankDump]) -> str:
 # ------------------------------------------------------------------------------------------------------- messages
 
 
+def silence_text(peer: Peer, seconds: float) -> str:
+    """Return the warning that a rank has given no sign of life."""
+    return (
+        f"warning: {peer} has given no sign of life for {seconds:.0f} s, last seen in {peer.place}: it is suspended, "
+        "or in a call that lets no other thread run"
+    )
+
+
 def death(lost: Sequence[tuple[Peer, float]]) -> str:
     """Describe ranks whose processes have ended without a message.
 

@@ -25,24 +25,21 @@ from megalite.process.host import listen
 from megalite.process.output import say
 from megalite.process.place import Place, ranks_text
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.hang_report import death, hang
+from megalite.watchdog.hang_report import death, hang, silence_text
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
 from megalite.watchdog.secret import GIVE_SECRET, Secret
-from megalite.watchdog.sections import MEETING, Limits
+from megalite.watchdog.sections import ANSWER_SECONDS, MEETING, WARNING_SECONDS, Limits
 
 Tell = Callable[[str, int], int]
 """Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
 code."""
 
-ANSWER_SECONDS = 5.0  # for a rank to send its dump, and to write it to a shared file system
 _TOGETHER_SECONDS = 0.3  # ranks that die of one cause die within this time
 _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warning names those that have not
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
 _MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
 _READING_SECONDS = 0.5  # for the messages of a tick: thousands of ranks may answer at the same time
-WARNING_SECONDS = 20.0
-"""Seconds without a sign of life after which a warning names a rank."""
 _STOPPED_SECONDS = 2.0  # a tick that is this late
 _PING_SECONDS = 1.0
 
@@ -73,14 +70,6 @@ class _Alarm:
     name: str
     """Name of the folder that the answers are written to."""
     asked: bool = False
-
-
-def warn_of_silence(peer: Peer, seconds: float) -> None:
-    """Say that a rank has given no sign of life."""
-    _warn(
-        f"warning: {peer} has given no sign of life for {seconds:.0f} s, last seen in {peer.place}: it is suspended, "
-        "or in a call that lets no other thread run"
-    )
 
 
 def _warn(text: str) -> None:
@@ -295,7 +284,7 @@ class Monitor(threading.Thread):
             silence = now - rank.heard
             if silence > WARNING_SECONDS and not rank.named:
                 rank.named = True
-                warn_of_silence(rank.peer, silence)
+                _warn(silence_text(rank.peer, silence))
             if silence > self._limits.silence(rank.peer.section):
                 self._alarm = _Alarm(now, number, {"silent": silence}, folder_name())
                 return

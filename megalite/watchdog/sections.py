@@ -29,6 +29,10 @@ OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
 
 _SHORT = (STEP, DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, AGREEMENT)
 
+ANSWER_SECONDS = 5.0
+"""Seconds for a rank to send its dump, and to write it to a shared file system."""
+WARNING_SECONDS = 20.0
+"""Seconds without a sign of life after which a warning names a rank."""
 LEAST_SILENCE = 10.0
 """Least seconds of silence that mean something: signs of life come once per second, and a machine may be busy."""
 FACTOR = 5.0

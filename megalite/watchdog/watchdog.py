@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 import traceback
@@ -25,16 +24,15 @@ from megalite.process.host import host_name, kill_sibling, process_space, start_
 from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals, last_words
-from megalite.watchdog.hang_dump import RankDump, write_dump
-from megalite.watchdog.hang_report import death, hang
+from megalite.watchdog.hang_dump import RankDump, stacks, write_dump
+from megalite.watchdog.hang_report import death, hang, silence_text
 from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
-from megalite.watchdog.monitor import ANSWER_SECONDS, WARNING_SECONDS, Monitor, warn_of_silence
-from megalite.watchdog.secret import GIVE_SECRET, find_secret, make_secret
-from megalite.watchdog.sections import Limits, OpenSection, Sections
+from megalite.watchdog.sections import ANSWER_SECONDS, WARNING_SECONDS, Limits, OpenSection, Sections
 from megalite.watchdog.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
+    from megalite.watchdog.monitor import Monitor
 
 _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
@@ -130,6 +128,9 @@ class Watchdog:
 
     def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
         """Start the monitor and return its host, port and secret; the store gets what of it may be public."""
+        from megalite.watchdog.monitor import Monitor
+        from megalite.watchdog.secret import make_secret
+
         secret = make_secret(self._shared)
         tell = partial(self._report, store)
         self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)
@@ -145,6 +146,8 @@ class Watchdog:
         Raises CommunicationError if rank 0 has not begun to watch, and OSError or ValueError if there is no secret or
         the store's value is not from rank 0.
         """
+        from megalite.watchdog.secret import GIVE_SECRET, find_secret
+
         try:
             text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()  # empty: not an address
         except (TimeoutError, RuntimeError) as error:
@@ -298,7 +301,8 @@ class Watchdog:
         silence = now - self._heard
         if silence > WARNING_SECONDS and self._is_node_reporter and not self._named_first:
             self._named_first = True
-            warn_of_silence(first, silence)
+            with suppress(OSError):
+                say(silence_text(first, silence), to_error=True)
         if silence > self._limits.silence(first.section):
             self._alarm = now, {"silent": silence}
 
@@ -387,13 +391,3 @@ class Watchdog:
         if self._place.rank == 0:
             time.sleep(_TICK_SECONDS)  # this rank may host the store, which others still use
         os._exit(code)
-
-
-def stacks() -> str:
-    """Return the Python stacks of all threads of this process except the caller's, the main thread first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
-    order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in order
-    )

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.recompute import Recompute
+from megalite.model.block import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.experts_oracle import Experts
@@ -150,6 +151,11 @@ class Cell:
     narrow: bool = False  # moments in bf16, masters in fp16
     compiled: str | None = None  # backend of torch.compile for the layers
     eight_bits: bool = False  # moments in fp8, masters as remainders
+    on_host: float = 0.0  # share of the elements whose optimizer state is there
+    arrive_late: bool = False  # gradients and weights travel during backward and forward
+    slices_on_host: bool = False
+    late_copies: bool = False  # each at the last moment
+    offload: OffloadConfig | None = None  # of activations
     infinity_on: int | None = None  # rank on which step 0 has an infinite gradient
 
     @property
@@ -199,7 +205,11 @@ class Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, compiled=None, infinity_on=None)
+        return replace(self, **plain, compiled=None, infinity_on=None).on_device()
+
+    def on_device(self) -> Cell:
+        """Return the same run without offloading."""
+        return replace(self, offload=None, on_host=0.0, arrive_late=False, slices_on_host=False, late_copies=False)
 
     def __str__(self) -> str:
         """Return the factors that are not the plainest."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -22,8 +22,12 @@ from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
+from megalite.model.offloading import offload_layers
+from megalite.offload.activations import Place
+from megalite.offload.transfers import Direction, make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
+from megalite.optim.offloaded import HostState, declared_copies
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
@@ -37,8 +41,10 @@ from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
 from megalite.training.batches import Cutting, to_micro_batches
@@ -55,6 +61,8 @@ from tests.distributed.layout_cell import (
     rates,
     sample_numbers,
 )
+from tests.harness.host_arena import host_arena
+from tests.harness.late_copies import LateTransfers
 from tests.harness.stages import LOSS
 from tests.harness.unsharded import unsharded_parameters
 
@@ -98,8 +106,11 @@ class RankResult:
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Run every cell in turn on this rank; each cell needs exactly this number of processes."""
-    meshes = make_meshes(cells)
-    return [run_cell(meshes[cell.split], cell) for cell in cells]
+    meshes, results = make_meshes(cells), []
+    for cell in cells:
+        with host_arena() if cell.on_host or cell.offload is not None else nullcontext():
+            results.append(run_cell(meshes[cell.split], cell))
+    return results
 
 
 def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
@@ -156,6 +167,10 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
+        if cell.offload is not None:
+            self.engine.offloading = offloading = offload_layers(chunks, cell.offload)
+            if cell.late_copies:
+                offloading.transfers = LateTransfers(mesh.device)
         self.schedules = ProvedSchedules(
             stages,
             rank,
@@ -173,11 +188,32 @@ class Training:
         counts = terms.total_counts(self.terms, own, mesh)
         optimizer.begin_step(len(micro_batches))
         factors = terms.loss_multipliers(self.terms, counts, 1.0)
-        with several_chunks_of_logits():
-            sums = self.engine.run(self.schedules.training(len(micro_batches)), micro_batches, factors, optimizer)
+        begun: list[tuple[Direction, int]] = []
+        if optimizer.host is not None:
+            optimizer.host.transfers.begun = lambda direction, size: begun.append((direction, size))
+        actions = self.schedules.training(len(micro_batches))
+        with several_chunks_of_logits(), self._as_declared(actions):
+            sums = self.engine.run(actions, micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
+        if not (update.skipped or self.cell.slices_on_host):  # slices are fetched by the blocks, too
+            assert_as_declared(optimizer, begun)
         means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
         return sum(term.weight * means[term.name] for term in self.terms), update
+
+    @contextmanager
+    def _as_declared(self, actions: Sequence[Action]) -> Iterator[None]:
+        """Require of the offloading, if there is any, the copies that are declared and proved."""
+        if (offloading := self.engine.offloading) is None:
+            yield
+            return
+        begun: list[tuple[str, Place]] = []
+        offloading.begun = lambda direction, place: begun.append((direction, place))
+        yield
+        wanted = [
+            (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
+            for each in proved(actions, offloading.layers)
+        ]
+        assert begun == wanted, f"{self.cell}: {begun} instead of {wanted}"
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]
@@ -205,6 +241,18 @@ class Training:
         return checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan)
 
 
+def assert_as_declared(optimizer: Optimizer, begun: list[tuple[Direction, int]]) -> None:
+    """Assert that the copies of a step are those that were proved."""
+    sizes = {
+        "to host": optimizer.buckets[0].gradients.itemsize if optimizer.buckets else 0,
+        "to device": optimizer.buckets[0].parameters.itemsize if optimizer.buckets else 0,
+    }
+    for direction, size in sizes.items():
+        declared = [t for t in declared_copies(optimizer.rules, optimizer.buckets) if t.direction == direction]
+        expected = [(t.stop - t.start) * size for t in declared]
+        assert sorted(bytes for way, bytes in begun if way == direction) == sorted(expected), direction
+
+
 def several_chunks_of_logits() -> AbstractContextManager[object]:
     """Make a fused loss cut even these few tokens into chunks, the last of which is shorter."""
     return mock.patch.multiple(linear_cross_entropy, CPU_CHUNK_ELEMENTS=1, CPU_CHUNK_TOKENS=5)
@@ -218,7 +266,14 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
         chunks = make_chunks(mesh, cell)
         return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    return Plan(mesh, contents_at, optimizer_config(cell), zero_stage=options.zero_stage, instances=options.instances)
+    return Plan(
+        mesh,
+        contents_at,
+        optimizer_config(cell),
+        zero_stage=options.zero_stage,
+        instances=options.instances,
+        fraction_on_host=cell.on_host,
+    )
 
 
 def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:
@@ -281,8 +336,14 @@ def accumulate_gradients(
 
 
 def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Optimizer:
-    blocks = [chunk.blocks() for chunk in chunks]
-    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), data_parallel(cell), blocks=blocks)
+    blocks, options = [chunk.blocks() for chunk in chunks], data_parallel(cell)
+    host = None
+    if cell.on_host:
+        transfers = LateTransfers(mesh.device) if cell.late_copies else make_transfers(mesh.device)
+        host = HostState(transfers, cell.on_host, overlap=cell.arrive_late)
+        on_host = host.transfers if cell.slices_on_host else None
+        options = replace(options, overlap_arrival=cell.arrive_late, slices_on_host=on_host)
+    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), options, blocks=blocks, host=host)
 
 
 def data_parallel(cell: Cell) -> DataParallel:

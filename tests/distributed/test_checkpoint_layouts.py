@@ -225,7 +225,7 @@ def held(training: Training) -> Tensors:
     for part in training.optimizer.slices():
         for name, values in part.state.items():
             local = torch.full((part.parameter.numel(),), torch.nan, dtype=values.dtype)
-            local[part.start : part.stop] = values
+            local[part.start : part.stop] = values if isinstance(values, torch.Tensor) else values.read()
             parts.append((f"optimizer/{name}", part.parameter, local.view(part.parameter.shape)))
     for kind, parameter, local in parts:
         for piece in parameter.sharding.pieces:

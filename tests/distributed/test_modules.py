@@ -17,7 +17,7 @@ from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.modules.buffers import KeptBuffers
 from megalite.modules.messages import find_messages
 from megalite.modules.records import check_tied_buckets, give_records, value_setter
-from megalite.modules.stage import ModuleStage
+from megalite.modules.stage import ModuleStage, Objective
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
@@ -116,7 +116,7 @@ def trained(
             plans[number],
             number=number,
             count=stages.count,
-            loss=loss if kind == "images" else square,
+            objective=Objective(loss if kind == "images" else square),
             kept=KeptBuffers(modules[number], mesh),
             uses=uses,
             recompute=recompute,
@@ -206,7 +206,7 @@ def with_unused_branches(zero: int) -> dict[str, Tensor]:
     module = Sometimes()
     plans = find_messages([module], branching(0, mesh.rank, 0))
     give_records([module], mesh)
-    stage = ModuleStage(module, mesh, plans[0], loss=square, one_block=True)
+    stage = ModuleStage(module, mesh, plans[0], objective=Objective(square), one_block=True)
     optimizer = make_optimizer(
         [stage],
         mesh,
@@ -257,12 +257,17 @@ class Counting(nn.Module):
     copied: Tensor
     kept: Tensor
     count: Tensor
+    small: Tensor
+    mask: Tensor
+    waves: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("averaged", "copied", "kept"):
             self.register_buffer(name, torch.zeros(2, 3))
-        self.register_buffer("count", torch.tensor(0))
+        for name, dtype in (("count", torch.int64), ("small", torch.int32), ("mask", torch.bool)):
+            self.register_buffer(name, torch.tensor(0, dtype=dtype))
+        self.register_buffer("waves", torch.zeros(2, dtype=torch.complex64))
 
 
 def after_synchronization() -> tuple[dict[str, Tensor], str]:
@@ -271,7 +276,9 @@ def after_synchronization() -> tuple[dict[str, Tensor], str]:
     kept = KeptBuffers(module, mesh, {"aver*": "average", "kept": "keep"})
     module.averaged += mesh.rank  # in place
     module.copied = torch.full((2, 3), 5.0 + mesh.rank)  # assigned
-    module.count += 7 + mesh.rank
+    for buffer in (module.count, module.small, module.waves):
+        buffer += 7 + mesh.rank
+    module.mask.fill_(mesh.rank == 0)
     kept.synchronize()
     kept.check()
     module.kept += mesh.rank
@@ -284,7 +291,8 @@ def test_buffers_follow_their_rules(rank_pools: RankPools) -> None:
     for found, message in rank_pools(3).run(after_synchronization):
         assert found["averaged"].unique().tolist() == [1.0]
         assert found["copied"].unique().tolist() == [5.0]
-        assert found["count"].item() == 7
+        assert [found[name].item() for name in ("count", "small", "mask")] == [7, 7, True]
+        assert found["waves"].tolist() == [7.0, 7.0]
         assert message.startswith("kept has other values on rank 1 than on rank 0: give its buffer the rule")
 
 
@@ -319,7 +327,8 @@ def normalized(dtype: torch.dtype) -> list[Tensor]:
 def _own(rank: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
     both = 2 + torch.randn(2, 6, 3, 2, 5, generator=generator, dtype=torch.float64)
-    return both[0].chunk(size)[rank].to(dtype), both[1].chunk(size)[rank].to(dtype)
+    parts = [each.split([4, 2] if size == 2 else [6])[rank].to(dtype) for each in both]  # not the same of each rank
+    return parts[0], parts[1]
 
 
 def _normalize(norm: nn.Module, mesh: ParallelMesh, values: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -340,7 +349,7 @@ def test_normalization_over_ranks_is_that_of_the_whole_batch(rank_pools: RankPoo
     expected = _normalize(nn.BatchNorm2d(3), ParallelMesh(), *_own(0, 1, torch.float64))
     parts = rank_pools(2).run(normalized, torch.float64)
     for index, whole in enumerate(expected):
-        of_ranks = torch.stack([part[index] for part in parts])
+        of_ranks = [part[index] for part in parts]
         # Of samples, of weights (whose gradients the buckets sum), of the running statistics.
-        found = of_ranks.flatten(0, 1) if index < 3 else of_ranks.sum(0) if index < 5 else of_ranks[0]
+        found = torch.cat(of_ranks) if index < 3 else sum(of_ranks) if index < 5 else of_ranks[0]
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)

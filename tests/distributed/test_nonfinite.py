@@ -17,10 +17,10 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
-from megalite.parallel.state import states_of
-from megalite.parallel.tally import tallies_of
+from megalite.parallel.state import states_of, tallies_of
 from megalite.process.host import host_name
-from megalite.training.nonfinite import SkippedStep, locate
+from megalite.training.gradients import Gradients
+from megalite.training.nonfinite import locate
 from tests.distributed.layout_cell import Cell, make_cell, rates
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
@@ -155,8 +155,8 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = SkippedStep(number, actions, micro_batches, multipliers, 1.0, sums)
-            told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
+            step = Gradients(0.0, 0, 0, micro_batches, actions, (), {}, multipliers, 1.0, sums, before=None)
+            told.append(locate(step, number, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss_of(sums) if fault is None else 0.0)
     return told, skips, _digest(training, losses)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TensorSpec
+from megalite.parallel.stage_module import Inside
 from megalite.pipeline import proved_schedules as module
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions, lower

@@ -21,8 +21,7 @@ from megalite.optim import statistics
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
-from megalite.parallel.state import State, states_of
-from megalite.parallel.tally import Tally
+from megalite.parallel.state import State, Tally, states_of
 from megalite.run.evaluation import evaluate
 from megalite.training.data import open_data
 from tests.distributed.layout_expected import on_ranks

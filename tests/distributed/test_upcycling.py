@@ -17,8 +17,7 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
-from megalite.run.run import Run
-from megalite.run.synchronization import make_synchronization
+from megalite.run.run import Run, make_synchronization
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import open_data
 from megalite.training.display import Display

@@ -27,7 +27,7 @@ from megalite.inference.lm_eval_adapter import MegaliteLM, load_tasks
 from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
 from megalite.inference.scoring import sliding_windows
-from megalite.lifecycle.run_watchdog import joined
+from megalite.lifecycle.launch import joined
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place, place_from_environment
 from tests.harness import lm_eval_tasks as local

@@ -124,7 +124,7 @@ def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Ru
         return run(*CONSTANT, "--train-iters", 2, "--load", load, *flags, expected=64).stderr
 
     one = step(whole, 4)
-    assert f"--load {one} is one checkpoint: give its run directory, --load {whole} (--ckpt-step 4)" in error(one)
+    assert f"--load {one} is one checkpoint: give its run directory {whole} (with --ckpt-step 4)" in error(one)
     foreign = tmp_path / "step-10"
     foreign.mkdir()
     (foreign / ".metadata").touch()

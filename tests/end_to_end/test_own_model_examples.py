@@ -82,7 +82,7 @@ def test_an_example_gives_the_same_numbers_again(example: str) -> None:
     assert reached(run(example)) == reached(run(example))
 
 
-@pytest.mark.parametrize(("example", "most"), [(VIT, 40), (TRANSLATE, 60), (GAN, 60)])
+@pytest.mark.parametrize(("example", "most"), [(VIT, 40), (TRANSLATE, 60), (GAN, 59)])
 def test_examples_are_short(example: str, most: int) -> None:
     assert len((EXAMPLES / example).read_text().splitlines()) <= most
 

@@ -19,11 +19,11 @@ from tests.harness.job import Job
 ENTRY = f"""
 import os, resource, runpy, signal, sys
 from megalite.errors import DataError
-from megalite.lifecycle import failure, launch, rendezvous
+from megalite.lifecycle import failure, rendezvous
 from megalite.training import data
 
 rendezvous.PATIENCE, rendezvous.STORE_HANGS = 0.2, 2.0
-wait_for_all_ranks = launch.wait_for_all_ranks
+connect, wait_for_all_ranks = rendezvous.connect, rendezvous.wait_for_all_ranks
 # Where all come, they have time: a busy machine starts them seconds apart.
 limit, failure._LAUNCHER_SECONDS = (2.0, 1.0) if os.environ["ABSENT"] else (30.0, 30.0)
 if "MORE_FILES" in os.environ:
@@ -42,8 +42,11 @@ if os.environ["RANK"] in os.environ.get("BROKEN", "").split():
         raise DataError("no such disk on this machine")
     data.open_data = broken
 
-launch.wait_for_all_ranks = come
-launch.connect = lambda place, seconds, purpose: rendezvous.connect(place, limit, purpose)
+rendezvous.wait_for_all_ranks = come
+# The connections for a failure, which have limits of their own, keep them.
+rendezvous.connect = lambda place, seconds, purpose: connect(
+    place, limit if seconds > rendezvous.WORD_SECONDS else seconds, purpose
+)
 sys.argv[0] = {str(PRETRAIN)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -53,7 +56,7 @@ Start = Callable[[str, int], Job]
 
 def before_coming(code: str) -> str:
     """Return the entry script, with code that runs before the rendezvous."""
-    return ENTRY.replace("launch.wait_for_all_ranks = come", code + "launch.wait_for_all_ranks = come")
+    return ENTRY.replace("rendezvous.wait_for_all_ranks = come", code + "rendezvous.wait_for_all_ranks = come")
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def in_rendezvous() -> None:
     On any rank, after all have connected to the store ("connected"). On rank 0, while it is alone ("came": the others
     come later), or after all have connected ("meeting").
     """
-    wait_for_all_ranks, wait_for_all = launch.wait_for_all_ranks, rendezvous._wait_as_host
+    wait_for_all_ranks, wait_for_all = rendezvous.wait_for_all_ranks, rendezvous._wait_as_host
     absent = [fault for fault in FAULTS if fault.phase == "came"]
     connected = [RECORD / f"connected {os.environ['MASTER_PORT']} {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
 
@@ -189,7 +189,7 @@ def in_rendezvous() -> None:
         reach("meeting")
         return wait_for_all(store, place, seconds)
 
-    launch.wait_for_all_ranks, rendezvous._wait_as_host = disturbed_wait_for_all_ranks, disturbed_wait
+    rendezvous.wait_for_all_ranks, rendezvous._wait_as_host = disturbed_wait_for_all_ranks, disturbed_wait
 
 
 def count_steps() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megalite.config import RunConfig
 from megalite.parallel.mesh import ParallelMesh
-from megalite.run.synchronization import make_trainer
+from megalite.run.run import make_trainer
 from megalite.storage import AnyPath
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import RunData

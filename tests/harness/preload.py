@@ -36,6 +36,7 @@ MODULES = (
     "megalite.tasks.gpt_task",
     "megalite.tasks.routing_recorder",
     "megalite.run.run",
+    "megalite.watchdog.monitor",
     "megalite.tasks.summary",
     "megalite.extras.doctor.examination",
     "megalite.inference.generation",

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from megalite_kernels.exact_sum import sums_of_squares
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.l2_norm import sums_of_squares
 from tests.kernels.interpreter import nan_is_written, only_programs
 
 PROGRAM = 4096  # elements that a program of the kernel adds up

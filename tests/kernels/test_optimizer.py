@@ -136,7 +136,7 @@ def quantized(state: Drawn, formats: tuple[torch.dtype, torch.dtype]) -> tuple[Q
     """The moments in 8 bits; those of `state` become their values."""
     found = []
     for number, (moment, format) in enumerate(zip((state.average, state.squares), formats, strict=True)):
-        found.append(Quantized.zeros(len(moment), format, moment.device, root=number == 1))
+        found.append(Quantized.zeros(moment, format, root=number == 1))
         found[-1].write(moment)
         moment.copy_(found[-1].read(0, len(moment)))
     return found[0], found[1]
@@ -175,8 +175,7 @@ def test_the_reference_has_the_kernels_codes(
         state.flat.gradients[::2] *= 1e-6  # less than the least code
         flat = Flat(state.flat.parameters[part:], state.flat.gradients[part:], first=64 + part)
         average, squares = (
-            Quantized.zeros(1300 - part, format, torch.device("cpu"), root=number == 1)
-            for number, format in enumerate(formats)
+            Quantized.zeros(torch.empty(1300 - part), format, root=number == 1) for number, format in enumerate(formats)
         )
         for step in (1, 2):
             update_(flat, [average, squares], ADAMW._replace(step=step, seed=8 + 2 * step))
@@ -197,7 +196,7 @@ def test_the_reference_has_the_kernels_codes(
 )
 def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magnitude: float) -> None:
     """Check that no positive number becomes zero in blocks from 1e-13 on; blocks of much smaller numbers are zeros."""
-    moment = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
+    moment = Quantized.zeros(torch.empty(2000), format, root=True)
     generator = torch.Generator().manual_seed(1)
     roots = torch.randn(2000, generator=generator).mul_(magnitude).abs_()
     roots[::7] *= 1e-7
@@ -211,7 +210,7 @@ def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magni
             assert torch.equal(values > 0.0, squares > 0.0)
         elif magnitude < 1e-20:
             assert not values.any()
-        again = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
+        again = Quantized.zeros(torch.empty(2000), format, root=True)
         again.write(values)
         assert torch.equal(again.bytes, moment.bytes)
         assert torch.equal(again.scales, moment.scales)
@@ -223,7 +222,7 @@ def test_an_average_that_grows_in_small_steps_grows_in_8_bits() -> None:
     use(Kernels("reference"))
     flat = Flat(torch.zeros(256), torch.full((256,), 1e-3))
     flat.gradients[0] = 1.0
-    average, squares = (Quantized.zeros(256, torch.int8, torch.device("cpu"), root=root) for root in (False, True))
+    average, squares = (Quantized.zeros(torch.empty(256), torch.int8, root=root) for root in (False, True))
     by = AdamW(rate=0.0, decay=0.0, beta1=0.99, beta2=0.999, epsilon=1e-8, step=1)
     for step in range(1, 101):
         update_(flat, [average, squares], by._replace(step=step, seed=2 * step))

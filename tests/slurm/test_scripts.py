@@ -179,7 +179,10 @@ def test_text_is_made_in_all_the_memory_of_a_node_and_ends_as_its_last_start_did
 def test_an_error_of_a_tool_is_the_exit_code_of_the_job(
     script: str, code: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Give each script an error: no checkpoint to load, a missing flag, a pattern that matches no file."""
+    """Give each script an error: a damaged checkpoint, a missing flag, a pattern that matches no file."""
+    damaged = tmp_path / "iter_0000001" / "manifest.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{}")
     variables = {"RANKS_PER_NODE": 1, "LOGS": tmp_path / "logs", "INPUT": "nothing*", "OUTPUT": tmp_path / "out"}
     options = ("--cpus-per-task=1", f"slurm/{script}.sbatch", "--load", tmp_path)
     submit(cluster, *options, directory=tmp_path, **variables).wait(exit_code=code)

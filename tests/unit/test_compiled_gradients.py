@@ -37,7 +37,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import LogicalTensor, Normal
-from megalite.parallel.tally import Tally
+from megalite.parallel.state import Tally
 from megalite.training.kernels import compile_layers
 from megalite_kernels.activation import exact_geglu, geglu, swiglu
 from megalite_kernels.dropout import drop

@@ -169,6 +169,8 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--checkpoint-activations", "recompute_method", "uniform"),
         ("--checkpoint-activations", "recompute_num_layers", 1),
         ("--no-delay-grad-reduce", "align_grad_reduce", False),
+        ("--no-pin-cpu-grads", "pin_cpu_grads", False),
+        ("--no-pin-cpu-params", "pin_cpu_params", False),
     ],
 )
 def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megalite.config import CheckpointConfig, near_checkpoints
 from megalite.config.near_checkpoints import no_checkpoint, require_checkpoint, require_load
+from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.resume import find_resume_point
@@ -48,6 +49,13 @@ def test_near_folders_with_checkpoints_are_named(
     with pytest.raises(ConfigurationError, match=rf"--load {load} (has no checkpoint|is no folder); there are some in"):
         require_checkpoint(load)
     assert no_checkpoint(load).endswith(f"there are some in {named}")
+
+
+def test_a_run_without_a_network_names_them_too(runs: Path) -> None:
+    flags = ["--micro-batch-size", "1", "--seq-length", "8", "--lr", "1e-4", "--train-iters", "1"]
+    told = rf"missing: --num-layers.*\n\(--load {runs}/runs/8b is not a folder; there are checkpoints in {runs}/runs/7b"
+    with pytest.raises(ConfigurationError, match=told):
+        parse_arguments([*flags, "--load", f"{runs}/runs/8b"])
 
 
 def test_a_run_needs_what_it_loads_unless_it_saves_there(runs: Path) -> None:

@@ -14,18 +14,18 @@ from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import StageLayers
 from megalite.config.validate import resolve
 from megalite.model import block
+from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.model.mlp import MLP
-from megalite.model.recompute import Recompute
 from megalite.parallel import placement
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import set_initial_values
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage_module import Inside
 from megalite.training import builder
 from megalite.training.builder import count_parameters, make_optimizer, make_proved_schedules, make_stages
 

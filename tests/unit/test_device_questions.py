@@ -17,6 +17,7 @@ ALLOWED = {
     "megalite/checkpoint/fetching.py": "reads into memory of the host",
     "megalite/modules/alike.py": "compares values on the device that has them",
     "megalite/modules/records.py": "moves tensors to the device of a run",
+    "megalite/offload/transfers.py": "makes the engine that copies here, and none for the meta device",
     "megalite/parallel/deep_ep.py": "asks whether this process has DeepEP",
     "megalite/parallel/device.py": "is the module of devices",
     "megalite/parallel/randomness.py": "seeds no generator where nothing is drawn",

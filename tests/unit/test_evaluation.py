@@ -106,6 +106,21 @@ def test_scores_are_the_oracles_of_what_counts() -> None:
     assert score_windows(network, [], 2) == []
 
 
+def test_padding_of_the_vocabulary_is_never_the_likeliest_token() -> None:
+    """Its logits are 0, and here those of all tokens are less."""
+    network = initialized_network(ParallelMesh(), Cell(vocabulary="odd", tied=False))
+    head = network.stage.head
+    assert head is not None
+    with torch.no_grad():
+        head.norm.weight.zero_()
+        head.norm.bias.fill_(1.0)
+        (rows,) = head.output.weights
+        rows[: network.vocab_size], rows[7] = -2.0, -1.0
+        assert rows[network.vocab_size :].count_nonzero() == 0 < len(rows) - network.vocab_size
+    (score,) = score_windows(network, [Window(np.array([3, 7, 7]), 2)], 1)
+    assert score.greedy
+
+
 # ---------------------------------------------------------------------------------------------------- documents
 
 

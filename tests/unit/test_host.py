@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 
 import pytest
 
-from megalite.process.host import cores, require_open_files
+from megalite.process import host
+from megalite.process.host import cores, memory_limit, require_open_files
 from tests.harness.fork_server import RankFailure
 from tests.harness.forks import in_clean_process
 
@@ -33,3 +35,32 @@ def test_cores_are_counted_where_no_process_is_restricted_to_some(monkeypatch: p
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cores() == os.cpu_count()
+
+
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "4096\n", "job/step/memory.max": "max\n"}, 4096),
+        ("0::/job/step\n", {"job/memory.max": "8192\n", "job/step/memory.max": "4096\n"}, 4096),
+        ("0::/../other\n", {"memory.max": "4096\n"}, 4096),  # a container sees its own group as the root
+        ("2:cpu:/job\n1:memory:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "4096"}, 4096),
+        ("1:hugetlb,memory:/gone\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("1:cpu:/job\n", {"cpu/job/memory.max": "4096"}, MACHINE),
+        ("1:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, MACHINE),  # no limit
+    ],
+)
+def test_memory_is_what_the_control_groups_leave(
+    groups: str, files: dict[str, str], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    (tmp_path / "own").write_text(groups)
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host, "OWN_CGROUPS", tmp_path / "own")
+    assert memory_limit() == limit
+    (tmp_path / "own").unlink()  # not on Linux
+    assert memory_limit() == MACHINE

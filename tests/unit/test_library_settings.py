@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,37 @@ def test_what_is_no_optimizer_is_answered_with_one(optimizer: Any, told: str) ->
 def test_a_wrong_option_of_an_optimizer_is_named(made: Callable[[], object], told: str) -> None:
     with pytest.raises(megalite.errors.ConfigurationError, match=told):
         made()
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"num_layers": "1"}, r"GPTConfig\(num_layers='1'\): the type of this option is int$"),
+        (
+            {"moe_aux_loss_coeff": 0.5},
+            r"\(moe_aux_loss_coeff=0.5\): the type of this option is tuple\[float, ...\]",
+        ),
+        ({"normalization": "rmsnorm"}, r"normalization='rmsnorm'\): .*Literal\['LayerNorm', 'RMSNorm'\]"),
+    ],
+)
+def test_a_wrong_option_of_a_gpt_is_named(option: dict[str, Any], told: str) -> None:
+    with pytest.raises(megalite.errors.ConfigurationError, match=told):
+        megalite.Trainer(replace(GPT, **option), seq_length=4, micro_batch_size=1, optimizer=SGD(lr=1.0))
+
+
+def test_a_folder_without_a_checkpoint_is_named_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "run" / "iter_0000003").mkdir(parents=True)
+    (tmp_path / "run" / "iter_0000003" / "manifest.json").touch()
+    settings = {"optimizer": AdamW(lr=1.0), "micro_batch_size": 1, **MODULES}
+    near = rf"^load='{tmp_path}/ruin' is no folder; there are some in {tmp_path}/run$"
+    with pytest.raises(megalite.errors.ConfigurationError, match=near):
+        megalite.Trainer(nn.Linear(2, 2), load=f"{tmp_path}/ruin", **settings)
+    part = rf"^load='{tmp_path}/run/iter_0000003' is one .* {tmp_path}/run \(with ckpt_step=3\)$"
+    with pytest.raises(megalite.errors.ConfigurationError, match=part):
+        megalite.Trainer(nn.Linear(2, 2), load=f"{tmp_path}/run/iter_0000003", **settings)
+    file = r"^preparing the run directory Trainer\(save='/dev/null/run'\) failed: .*\nGive another Trainer\(save=...\)$"
+    with pytest.raises(megalite.errors.CheckpointError, match=file):
+        megalite.Trainer(nn.Linear(2, 2), save="/dev/null/run", **settings)
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(1), torch.ones(1)), torch.ones(1), {}, []])

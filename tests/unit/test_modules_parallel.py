@@ -100,10 +100,11 @@ def test_sequences_are_whole_without_sequence_parallelism() -> None:
     assert gather_sequence(of_rank(0), whole) is whole
 
 
-def test_a_causal_mask_is_joined_with_another() -> None:
+@pytest.mark.parametrize("window", [None, 0, 1, 2])
+def test_a_causal_mask_is_joined_with_another(window: int | None) -> None:
     torch.manual_seed(1)
     layer = megalite.ParallelAttention(
-        megalite.ParallelContext(ParallelMesh(), dtype=torch.float64), "a", 8, 2, causal=True
+        megalite.ParallelContext(ParallelMesh(), dtype=torch.float64), "a", 8, 2, causal=True, window=window
     )
     for parameter in layer.parameters():
         parameter.data = torch.randn(parameter.shape, dtype=torch.float64)

@@ -116,6 +116,17 @@ def test_drawn_values_depend_on_seed_and_name_and_fill_a_module_on_the_meta_devi
     assert torch.equal(part, initial_values(tensor, Box.whole((4, 3)), seed=3)[1:3, 1:3])
 
 
+def test_frozen_parameters_with_values_keep_them() -> None:
+    """They may be a pretrained part."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    module[0].requires_grad_(False)
+    before = {name: values.clone() for name, values in module.state_dict().items()}
+    give_records([module], ParallelMesh(), initial=drawn)
+    make_optimizer([module], ParallelMesh(), ADAMW, DataParallel(torch.float32), set_values=value_setter([module], 1))
+    kept = {name: torch.equal(values, before[name]) for name, values in module.state_dict().items()}
+    assert kept == {"0.weight": True, "0.bias": True, "1.weight": False, "1.bias": False}
+
+
 def test_drawn_values_of_another_size_are_refused() -> None:
     module = nn.Linear(3, 4)
     give_records([module], ParallelMesh(), initial=lambda name, generator, shape: torch.zeros(2))

@@ -15,10 +15,10 @@ from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.modules.calling import arguments, results
 from megalite.modules.messages import StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import give_records
-from megalite.modules.stage import ModuleStage
-from megalite.parallel.inside import Inside
+from megalite.modules.stage import ModuleStage, Objective
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.stage import StageOutput, TensorSpec
+from megalite.parallel.stage_module import Inside
 from tests.unit.test_modules_training import Batch, Run, assert_same_state, cut
 
 
@@ -296,8 +296,10 @@ def one_stage(module: nn.Module, **options: Any) -> ModuleStage:
 def test_the_last_stage_returns_sums_and_in_evaluation_metrics() -> None:
     stage = one_stage(
         nn.Identity(),
-        loss=lambda output, values: {"a": output.sum(), "b": output.bfloat16().sum()},
-        metric=lambda output, values: {"most": output.max()},
+        objective=Objective(
+            lambda output, values: {"a": output.sum(), "b": output.bfloat16().sum()},
+            metric=lambda output, values: {"most": output.max()},
+        ),
     )
     batch = Batch(torch.ones(2, 3), range(2))
     terms = stage({}, batch).terms
@@ -321,13 +323,13 @@ class OwnTerm(nn.Module):
 
 def test_a_stage_may_return_terms_of_its_own() -> None:
     batch = Batch(torch.ones(2, 3), range(2))
-    stage = one_stage(OwnTerm(), loss=lambda output, values: output["x"].sum())
+    stage = one_stage(OwnTerm(), objective=Objective(lambda output, values: output["x"].sum()))
     assert {name: value.item() for name, value in stage({}, batch).terms.items()} == {"extra": 6.0, "loss": 12.0}
 
 
 @pytest.mark.parametrize(("value", "shown"), [(torch.ones(2), r"a tensor \(2,\)"), (3.0, "float")])
 def test_a_loss_that_is_no_scalar_is_refused(value: Any, shown: str) -> None:
-    stage = one_stage(nn.Identity(), loss=lambda output, values: {"cross_entropy": value})
+    stage = one_stage(nn.Identity(), objective=Objective(lambda output, values: {"cross_entropy": value}))
     with pytest.raises(
         MegaliteError, match=rf"the loss of stage 0 \(Identity\) returned {shown} as cross_entropy: return"
     ):
@@ -391,7 +393,9 @@ def test_recomputed_dropout_drops_the_same() -> None:
     def gradient(recompute: bool) -> Tensor:
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(3, 30), nn.Dropout(), nn.Linear(30, 1))
-        stage = one_stage(module, recompute=recompute, loss=lambda output, values: output.square().sum())
+        stage = one_stage(
+            module, recompute=recompute, objective=Objective(lambda output, values: output.square().sum())
+        )
         stage({}, Batch(torch.ones(2, 3), [4])).terms["loss"].backward()
         found = module.get_parameter("0.weight").grad
         assert found is not None
@@ -413,7 +417,7 @@ class Whole(nn.Module):
 
 def test_a_whole_stage_that_is_recomputed_gets_its_arguments_by_name() -> None:
     values = {"image": torch.ones(2, 3)}
-    stage = one_stage(Whole(), recompute=True, values=values, loss=lambda output, values: output.sum())
+    stage = one_stage(Whole(), recompute=True, values=values, objective=Objective(lambda output, values: output.sum()))
     stage({}, Batch(values, range(2))).terms["loss"].backward()
     assert stage.module.weight.grad is not None
 

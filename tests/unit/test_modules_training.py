@@ -18,7 +18,7 @@ from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
 from megalite.modules.messages import find_messages
 from megalite.modules.records import give_records, value_setter
-from megalite.modules.stage import ModuleStage
+from megalite.modules.stage import ModuleStage, Objective
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
@@ -109,7 +109,7 @@ class Run:
                 plan,
                 number=number,
                 count=count,
-                loss=self.loss,
+                objective=Objective(self.loss),
                 kept=KeptBuffers(module, mesh),
                 uses=uses,
                 recompute=self.recompute,

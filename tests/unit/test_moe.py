@@ -25,7 +25,7 @@ from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.parallel.tally import end_step
+from megalite.parallel.state import end_step
 from megalite.tasks.experts import expert_loads
 from tests.experts_oracle import Experts, Record
 from tests.harness.close import assert_bits_equal

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megalite.parallel.device import moved, peak_memory_bytes
+from megalite.parallel.device import host_memory, moved, peak_memory_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -28,3 +29,19 @@ def test_the_host_does_not_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> N
     gpu = torch.device("cuda", 1)
     moved(tensor, gpu)
     assert calls == ["page-locked", ((gpu,), {"non_blocking": True})]
+
+
+def test_memory_is_page_locked_as_long_as_a_view_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = set[int]()
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: locked.add(address) or 0, cudaHostUnregister=locked.remove
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    values = host_memory(64, torch.device("cuda", 0)).view(torch.float32)
+    part = values[4:].detach()
+    address = values.data_ptr()
+    del values
+    assert locked == {address}
+    del part
+    assert not locked

@@ -13,10 +13,9 @@ from torch import Tensor
 from megalite.config.model import LayerSpec, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
-from megalite.model.block import make_norm
+from megalite.model.block import Recompute, make_norm
 from megalite.model.gpt import GPT, messages
 from megalite.model.head import LossConfig
-from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh

@@ -105,6 +105,7 @@ PLACES = {
     WORKERS: Place(2, 0, 3, 1, "a", 2222),
     WORKERS.replace('worker","index":1', 'chief","index":0'): Place(0, 0, 3, 1, "a", 2222),
     ON_ONE_HOST: Place(1, 1, 2, 2, "localhost", 81),
+    ON_ONE_HOST.replace('index":1', 'index":"1"'): Place(1, 1, 2, 2, "localhost", 81),
     ON_ONE_HOST.replace("localhost:", "[::1]:"): Place(1, 1, 2, 2, "::1", 81),
     'TF_CONFIG={"cluster":{"worker":["a:1"]},"task":{"type":"worker","index":0}}': Place(0, 0, 1),
     "TF_CONFIG={}": Place(0, 0, 1),
@@ -154,7 +155,11 @@ WRONG = {
     WORKERS.replace('type":"worker', 'type":"tpu_worker'): "the task type 'tpu_worker'",
     WORKERS.replace('index":1', 'index":2'): "worker 2 as its task, but its cluster has 2",
     WORKERS.replace('index":1', 'index":-1'): "worker -1 as its task",
-    WORKERS.replace('index":1', 'index":true'): "has True as its 'index'",
+    WORKERS.replace('index":1', 'index":"2"'): "worker 2 as its task, but its cluster has 2",
+    **{
+        WORKERS.replace('index":1', f'index":{given}'): f"has {shown} as its 'index': expected a whole number"
+        for given, shown in {"true": "True", '"one"': "'one'", '"-1"': "'-1'", '"1.0"': "'1.0'", '""': "''"}.items()
+    },
     WORKERS.replace("c:2222", "b:2222"): "gives two tasks the same address",
     WORKERS.replace("c:2222", "c;id:2222"): "the address 'c;id:2222' of a worker: expected HOST:PORT",
     WORKERS.replace("c:2222", "c:70000"): "the address 'c:70000'",

@@ -47,7 +47,7 @@ from megalite.training.builder import data_parallel, make_stages
 from megalite.training.loss_terms import counted
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention
-from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.exact_sum import sums_of_squares
 from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.rotary import rotary_embedding
 from tests.harness.close import assert_rounded_once

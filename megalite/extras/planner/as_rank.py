@@ -20,7 +20,7 @@ from megalite.optim.elementwise import require_backend
 from megalite.parallel import device as devices
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite.parallel.parameter import Parameter
-from megalite.run.synchronization import make_trainer
+from megalite.run.run import make_trainer
 from megalite.training.kernels import choose_kernels, require_equal_dropout
 
 STEPS = 11

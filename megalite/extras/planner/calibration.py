@@ -80,6 +80,8 @@ def as_toml(cluster: Cluster, comment: str) -> str:
         ranks = f"ranks = {cluster.node_ranks}, hosts = {cluster.hosts}, " if name == "node" else ""
         multicast = ", multicast = true" if link.multicast else ""
         lines.append(f"{name} = {{ {ranks}alpha = {link.alpha:.6g}, beta = {link.beta:.6g}{multicast} }}")
+    if cluster.host is not None:
+        lines.append(f"host = {table(iter(vars(cluster.host).items()))}")
     lines += ["", "[gpu]", f'name = "{gpu.name}"']
     lines += [f'generation = "{gpu.generation}"'] if gpu.generation else []
     lines += [f"{name} = {getattr(gpu, name):.6g}" for name in numbers]

@@ -35,6 +35,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """A rank's share of its host.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: bytes per second of the memory.
+        beta: seconds per byte of the link between the GPU and the host, in one direction.
+    """
+
+    memory: float
+    bandwidth: float
+    beta: float
+
+
+@dataclass(frozen=True)
 class Gpu:
     """GPU with the constants of its kernels; clusters.toml describes the fields."""
 
@@ -99,6 +114,7 @@ class Cluster:
         node, network: links within a node and between nodes.
         nodes: number of nodes; None: as many as are asked for.
         hosts: machines of a node: more than one where NVLink connects a rack.
+        host: each rank's share of its machine; None: it is not known.
     """
 
     name: str
@@ -108,6 +124,17 @@ class Cluster:
     network: Link
     nodes: int | None = None
     hosts: int = 1
+    host: Host | None = None
+
+    @property
+    def known_host(self) -> Host:
+        """The rank's share of its machine. Raises ConfigurationError if it is not known."""
+        if self.host is None:
+            raise ConfigurationError(
+                f"--optimizer-cpu-offload: nothing is known of the hosts of --cluster {self.name}: give a file with "
+                "host = { memory, bandwidth, beta }, as clusters.toml describes it"
+            )
+        return self.host
 
     def per_host(self, gpus: int) -> int:
         """Return the ranks that a run has on each of its hosts: as many as divide its GPUs evenly."""
@@ -168,7 +195,7 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
         ConfigurationError: a key is unknown or missing, or its value is not of its kind.
     """
     known = _known()["gpu"]
-    _only(table, ("gpu", "nodes", "node", "network"), where)
+    _only(table, ("gpu", "nodes", "node", "network", "host"), where)
     described = table.get("gpu")
     if isinstance(described, str):
         if described not in known:
@@ -179,7 +206,7 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
     else:
         raise ConfigurationError(f"{where}: gpu is missing: give one of {', '.join(known)}, or a table")
     within = f"{where}: gpu"
-    _only(described, ("name", "generation", "peak", "attention", "node", "network", *_NUMBERS), within)
+    _only(described, ("name", "generation", "peak", "attention", "node", "network", "host", *_NUMBERS), within)
     numbers = {each: _number(described, each, within) for each in _NUMBERS}
     tables: dict[str, dict[str, float]] = {}
     for key, needed, what in (("peak", "float32", "FLOP/s by dtype"), ("attention", "flash-2", "shares by kernel")):
@@ -204,7 +231,19 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
     if ranks % hosts:
         raise ConfigurationError(f"{where}: node.hosts is {hosts}: give a divisor of node.ranks, {ranks}")
     node, network = (_link(links[each], f"{where}: {each}") for each in ("node", "network"))
-    return Cluster(name, gpu, ranks, node, network, nodes, hosts)
+    return Cluster(
+        name, gpu, ranks, node, network, nodes, hosts, _host(table.get("host", described.get("host")), where)
+    )
+
+
+def _host(table: object, where: str) -> Host | None:
+    if table is None:
+        return None
+    names = tuple(each.name for each in fields(Host))
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(f"{where}: host is {shown(table)}: give a table with {', '.join(names)}")
+    _only(table, names, f"{where}: host")
+    return Host(**{each: _number(table, each, f"{where}: host") for each in names})
 
 
 def _link(table: Mapping[str, Any], where: str) -> Link:

@@ -49,6 +49,8 @@ class Cost:
     bubble: float = 0.0
     data: float = 0.0
     optimizer: float = 0.0
+    host: float = 0.0
+    """Updates on the host, and copies between it and the device that no computation hides."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(float.__add__, self.values, other.values))

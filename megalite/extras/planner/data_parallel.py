@@ -23,7 +23,8 @@ class Exchange:
         forward, backward: seconds per micro-batch that no computation hides (ZeRO 2 and 3).
         reduce, gather: seconds per step of the reductions of the gradients and of the gathers of the weights.
         windows: seconds of the last backward and of the first forward, which may hide those.
-        update: seconds of the optimizer.
+        update: seconds of the optimizer on the device, and `host` of that on the host.
+        copies: seconds per step of the copies to the host and of those to the device, by what the optimizer has there.
         elements: elements of the stage.
     """
 
@@ -33,6 +34,8 @@ class Exchange:
     gather: float
     windows: tuple[float, float]
     update: float
+    host: float
+    copies: tuple[float, float]
     elements: int
 
 
@@ -55,11 +58,13 @@ class DataParallel:
     def exchange(self, parts: Sequence[tuple[PartRecord, int, float, float]]) -> Exchange:
         """Return what a stage exchanges. `parts`: records with their number and their seconds forward and backward."""
         stage = self.config.parallel.zero_stage
-        forward = backward = reduce = gather = update = 0.0
+        forward = backward = reduce = gather = update = host = to_host = to_device = 0.0
         elements = 0
         for record, count, of_forward, of_backward in parts:
             reduces = self._within("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
             gathers = self._within("all-gather", record, self._element.parameter) if stage else 0.0
+            if self._element.slices_on_host:
+                gathers += self._fetched(record)
             if stage == 3:
                 forward += count * exposed(gathers, of_forward)
             if stage >= 2:
@@ -70,11 +75,15 @@ class DataParallel:
             gather += count * gathers * (stage < 3)
             elements += count * (record.parameters + record.expert_parameters)
             update += count * self._update(record, count)
+            of_record = self._on_host(record)
+            host, to_host, to_device = (
+                total + count * seconds for total, seconds in zip((host, to_host, to_device), of_record, strict=True)
+            )
         windows = (
             sum(count * seconds for _, count, _, seconds in parts),
             sum(count * seconds for _, count, seconds, _ in parts),
         )
-        return Exchange(forward, backward, reduce, gather, windows, update, elements)
+        return Exchange(forward, backward, reduce, gather, windows, update, host, (to_host, to_device), elements)
 
     def afterwards(self, exchanges: Sequence[Exchange], *, tied: bool) -> Cost:
         """Return what a rank with these stages does after its last backward.
@@ -95,17 +104,49 @@ class DataParallel:
             elements,
             overlapped=parallel.overlap_param_gather,
         )
-        return Cost(data=reduce + gather + self._tied(tied), optimizer=sum(each.update for each in exchanges))
+        host, overlapped = sum(each.host for each in exchanges), self.config.offload.overlap_cpu_optimizer_d2h_h2d
+        for way in range(2):
+            seconds, window = (
+                sum(each.copies[way] for each in exchanges),
+                sum(each.windows[way] for each in exchanges),
+            )
+            host += exposed(seconds, window) if overlapped else seconds
+        update = sum(each.update for each in exchanges)
+        return Cost(data=reduce + gather + self._tied(tied), optimizer=update, host=host)
+
+    def _on_host(self, record: PartRecord) -> tuple[float, float, float]:
+        """Return the seconds of a part's update on the host, and of its copies to the host and to the device.
+
+        The update is taken to read and write there as many bytes as on a GPU, over the bandwidth of the host's memory.
+        """
+        offloaded, sharded = self._element.offloaded, self.config.parallel.zero_stage > 0
+        if not offloaded:
+            return 0.0, 0.0, 0.0
+        host, share = self.prices.cluster.known_host, offloaded * (self._share(record) if sharded else 1.0)
+        copied = share * (record.parameters + record.expert_parameters) * host.beta
+        back = 0.0 if self._element.slices_on_host else self._element.parameter  # slices are fetched for each use
+        return record.update.bytes * share / host.bandwidth, copied * self._element.gradient, copied * back
+
+    def _fetched(self, record: PartRecord) -> float:
+        """Return the seconds in which a rank's slice of a part's weights comes from the host."""
+        slices = sum(each / self._of_instance(ranks) for each, ranks in self._kinds(record))
+        return slices * self._element.parameter * self.prices.cluster.known_host.beta
+
+    def _share(self, record: PartRecord) -> float:
+        """Return the share of a part that a rank of an instance has."""
+        elements = record.parameters + record.expert_parameters
+        slices = sum(each / self._of_instance(ranks) for each, ranks in self._kinds(record))
+        return slices / elements if elements else 1.0
 
     def _update(self, record: PartRecord, count: int) -> float:
         """Return the seconds in which the optimizer updates one of `count` such parts."""
-        update, elements = record.update, record.parameters + record.expert_parameters
+        update = record.update
         groups = [(each, ranks[: self._of_instance(ranks)]) for each, ranks in self._kinds(record)]
-        of_group = sum(each / len(ranks) for each, ranks in groups) / elements if elements else 1.0
+        of_group = self._share(record)
         sharded = self.config.parallel.zero_stage > 0
         share = of_group if sharded else 1.0
         launches, gpu = update.launches * share, self.prices.cluster.gpu
-        device = launches * gpu.kernel + self.prices.moved(update.bytes * share)
+        device = launches * gpu.kernel + self.prices.moved(update.bytes * share * (1 - self._element.offloaded))
         if update.products:  # each matrix is computed on one rank of the group, so that some may have none
             matrices = update.products.total() / (_PRODUCTS_PER_ITERATION * self.config.optimizer.muon_num_ns_steps)
             of_group = max(of_group, 1 / max(matrices * count, 1.0))

@@ -30,7 +30,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
-from megalite.run.synchronization import make_trainer
+from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.tasks.memory import Memory
 from megalite.tasks.summary import measured_memory
@@ -81,7 +81,8 @@ class DryRun:
         memory: bytes by kind, as the summary of a run measures them.
         before: bytes of all tensors before the step.
         peak: most bytes of all tensors during the step, and `peak_blocks` the same in blocks of the GPU's allocator.
-        moments: memory during each action.
+        highest_on_host: most bytes of all tensors during the step that offloading keeps in the host's memory.
+        moments: memory of the device during each action.
         work: launches and messages by kind of action, and of the optimizer.
         waits: times that the host waits for the device, by the place in the code.
         misplaced: operations on tensors of the device together with tensors of the host, by the place in the code.
@@ -100,6 +101,7 @@ class DryRun:
     before: int
     peak: int
     peak_blocks: int
+    highest_on_host: int
     moments: Sequence[Moment]
     work: Mapping[str, Work]
     waits: Mapping[str, int]
@@ -167,6 +169,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int, *, of_gpu: bool = Tru
         before=before,
         peak=recorder.highest,
         peak_blocks=recorder.highest_blocks,
+        highest_on_host=recorder.highest_on_host,
         moments=observer.moments,
         work=recorder.work,
         waits=dict(recorder.waits),

@@ -28,8 +28,10 @@ def report(found: DryRun) -> Iterator[str]:
     yield f"holds          {in_words(found.before)} between steps, {in_words(found.peak)} at the peak of the step"
     yield f"               ({in_words(found.peak_blocks)} as a GPU's allocator rounds each tensor)"
     for kind, size in asdict(memory).items():
-        yield f"  {kind:<12} {in_words(size)}"
+        if kind != "host":
+            yield f"  {kind:<12} {in_words(size)}"
     yield f"  highest in   {max(found.moments, key=lambda moment: moment.peak).action}"
+    yield from _of_host(found)
     yield ""
     parameters = sum(_elements(each.size) for each in found.held)
     yield f"parameters     {parameters:,} in {len(found.buckets)} buckets"
@@ -62,6 +64,16 @@ def report(found: DryRun) -> Iterator[str]:
         yield "tokens are taken to be spread evenly over the experts"
 
 
+def _of_host(found: DryRun) -> Iterator[str]:
+    """Yield what offloading keeps on the host, copies and computes there; nothing if it keeps nothing."""
+    if not found.highest_on_host:
+        return
+    yield f"on the host    {in_words(found.memory.host)} between steps, {in_words(found.highest_on_host)} at the peak"
+    moved = found.total.host
+    yield f"  copies       {in_words(moved['to host'])} to the host, {in_words(moved['to device'])} to the device"
+    yield f"  operators    read and write {in_words(moved['on the host'])} there, which no launch below has"
+
+
 def as_json(found: DryRun) -> dict[str, Any]:
     """Return everything that a dry run found."""
     values = asdict(replace(found, work={}))
@@ -71,6 +83,7 @@ def as_json(found: DryRun) -> dict[str, Any]:
             "flops": work.flops,
             "operations": [{**each._asdict(), "times": times} for each, times in work.operations.items()],
             "messages": [{**each._asdict(), "times": times} for each, times in work.messages.items()],
+            "host_bytes": dict(work.host),
         }
         for phase, work in found.work.items()
     }

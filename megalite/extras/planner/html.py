@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from html import escape
 
 from megalite.extras.planner.plan import GIB, Plan
@@ -64,7 +63,7 @@ def bars(plan: Plan) -> str:
     for index, (name, memory) in enumerate(stages):
         x, y = _LEFT, _TOP + _ROW * index
         svg.write(name, 4, y + 15)
-        for colour, size in zip(_COLOURS, asdict(memory).values(), strict=True):
+        for colour, size in zip(_COLOURS, memory.of_device, strict=True):
             svg.box(x, y, size * scale, _ROW - 6, colour)
             x += size * scale
         svg.write(f"{memory.total / GIB:.1f} GiB", x + 6, y + 15)

@@ -10,10 +10,9 @@ from math import gcd
 from typing import Any, Literal
 
 from megalite.config import RunConfig
-from megalite.config.experts import with_router_weights
 from megalite.config.parallel import STRATEGIES, ParallelConfig, ScheduleName
 from megalite.config.pipeline_layout import schedule_name, virtual_stages
-from megalite.config.validate_model import uneven_widths
+from megalite.config.validate_model import uneven_widths, with_router_weights
 from megalite.errors import ConfigurationError
 
 Recompute = Literal["none", "selective", "full"]

@@ -60,7 +60,7 @@ class LowerBounds:
         self.config, self.gpus, self.prices = config, gpus, prices
         element = Element.of(config)
         self._itemsize = element.parameter
-        self._sizes = element.parameter, element.gradient, element.state
+        self._sizes, self._on_device = (element.parameter, element.gradient), element.of_device
         self._layers, self._length = config.model.layers, config.data.seq_length
         self._matrices = config.model.activation.matrices * config.model.hidden_size
         self._batch, self._reserved = config.training.global_batch_size or 1, prices.cluster.gpu.reserved
@@ -92,7 +92,7 @@ class LowerBounds:
         of_stage, of_experts = self.gpus // ranks, max(layout.expert * layout.expert_tensor, 1)
         shards = of_stage // layout.tensor, max(of_stage // of_experts, 1)
         dense, experts = self._dense / layout.tensor, self._experts / of_experts
-        parts = [(dense * size, experts * size) for size in self._sizes]
+        parts = [(dense * size, experts * size) for size in self._on_device]
         steps = self._batch * layout.tensor * layout.context // (layout.micro_batch * of_stage)
         fixed = min(steps, ranks) * self._kept(layout)
         found = []
@@ -109,7 +109,7 @@ class LowerBounds:
         if key not in self._exchanges:
             ranks = range(0, self.gpus // layout.pipeline, layout.tensor)
             count, elements = len(self._layers), self._dense / layout.tensor / len(self._layers)
-            weights, gradients = (elements * size for size in self._sizes[:2])
+            weights, gradients = (elements * size for size in self._sizes)
             self._exchanges[key] = (
                 count * self.prices.collective("reduce-scatter", ranks, gradients),
                 count * self.prices.collective("all-gather", ranks, weights),

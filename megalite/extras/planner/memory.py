@@ -36,10 +36,18 @@ class RankMemory:
     embedding, or their sum, that wait for those of the head with the same weight."""
     reserved: float
     """Memory that the GPU's driver and the communication library take."""
+    host: float = 0.0
+    """Bytes that offloading keeps in the host's memory, and that no other figure has."""
+
+    @property
+    def of_device(self) -> tuple[float, ...]:
+        """The bytes on the device by kind, in order."""
+        return astuple(self)[:-1]
 
     @property
     def total(self) -> float:
-        return sum(astuple(self))
+        """Bytes on the device."""
+        return sum(self.of_device)
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,22 @@ class Element:
     gradient: float
     state: float
     """Optimizer state and master weight."""
+    offloaded: float = 0.0
+    """Share of the elements that have their state on the host."""
+    slices_on_host: bool = False
+    """True if the parameters are there between their uses, which those of ZeRO 3 can be."""
+
+    @property
+    def of_device(self) -> tuple[float, float, float]:
+        """Bytes of parameter, gradient and state on the device."""
+        return 0.0 if self.slices_on_host else self.parameter, self.gradient, self.state * (1 - self.offloaded)
+
+    @property
+    def of_host(self) -> float:
+        """Bytes on the host: the state with copies of parameter and gradient, or the parameter itself."""
+        if self.slices_on_host:
+            return self.parameter + self.offloaded * (self.gradient + self.state)
+        return self.offloaded * (self.parameter + self.gradient + self.state)
 
     @staticmethod
     def of(config: RunConfig) -> Element:
@@ -63,6 +87,8 @@ class Element:
             dtype.itemsize,
             gradient_dtype(config).itemsize,
             bytes_per_element(optimizer, _WEIGHTS, dtype) + master,
+            config.offload.fraction_on_host,
+            config.offload.parameter_offload,
         )
 
 
@@ -115,6 +141,7 @@ def memory_in_flight(
                 max(_transient(chunk, config, element, shared, at_end, one_sum=one_sum) for chunk in chunks)
                 + of_embedding,
                 reserved,
+                held.host,
             )
         )
     return found
@@ -193,16 +220,15 @@ def _transient(
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes of parameters, gradients and optimizer state."""
+    """Bytes of parameters, gradients and optimizer state on the device, and of what is on the host."""
 
     parameters: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
+    host: float = 0.0
 
     def __add__(self, other: _State) -> _State:
-        return _State(
-            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
-        )
+        return _State(*map(float.__add__, map(float, astuple(self)), map(float, astuple(other))))
 
     @staticmethod
     def of(part: PartRecord, config: RunConfig, world_size: int, element: Element) -> _State:
@@ -216,9 +242,8 @@ class _State:
         for elements, split in kinds:
             shards = max(ranks // split // instances, 1)
             of_stage = [shards if parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
-            total += _State(
-                elements * element.parameter / of_stage[0],
-                elements * element.gradient / of_stage[1],
-                elements * element.state / of_stage[2],
+            parameters, gradients, state = (
+                elements * size / parts for size, parts in zip(element.of_device, of_stage, strict=True)
             )
+            total += _State(parameters, gradients, state, elements * element.of_host / of_stage[2])
         return total

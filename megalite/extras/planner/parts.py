@@ -44,6 +44,8 @@ class Parts:
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
+    Their updates are those of state on the device.
+
     Args:
         config: has its vocabulary size.
         alike: parts with the same weights on each rank, whose updates are these.
@@ -61,7 +63,8 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         expert_tensor_parallel_size=config.parallel.expert_tensor_parallel_size,
         sequence_parallel=config.parallel.sequence_parallel,
     )
-    config = replace(config, parallel=parallel)
+    on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
+    config = replace(config, parallel=parallel, offload=on_device)
     sizes = parallel.mesh_sizes
     dense = sizes["tensor_parallel_size"] * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -45,26 +45,42 @@ class Plan:
     """Memory of each pipeline rank."""
     room: float
     """Bytes of a GPU."""
+    host_room: float | None = None
+    """Bytes of its share of the host; None: they are not known."""
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank with the most memory."""
+        """The pipeline rank with the most memory on its GPU."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
 
     @property
     def missing(self) -> float:
-        """Bytes that the fullest rank has not; 0 if the layout fits."""
-        return max(self.memory[self.fullest].total - self.room, 0.0)
+        """Bytes that the fullest GPU has not, or else its host; 0 if the layout fits."""
+        return max(self.memory[self.fullest].total - self.room, 0.0) or missing_on_host(self.memory, self.host_room)
 
     @property
     def too_large(self) -> str:
         """The fullest rank with its memory, as text."""
-        return misfit(self.fullest, self.memory[self.fullest].total, self.room)
+        size = self.memory[self.fullest].total
+        if size <= self.room and missing_on_host(self.memory, self.host_room):
+            return misfit_of_host(self.memory, self.host_room)
+        return misfit(self.fullest, size, self.room)
 
 
 def misfit(stage: int, size: float, room: float) -> str:
     """Return the memory of a stage beside that of the GPU, as text."""
     return f"stage {stage}: {size / GIB:.1f} of {room / GIB:.1f} GiB"
+
+
+def missing_on_host(memory: Sequence[RankMemory], room: float | None) -> float:
+    """Return the bytes that some rank needs on its host beyond its share, which is `room`; 0 if that is not known."""
+    return max(0.0, *(each.host - room for each in memory)) if room is not None else 0.0
+
+
+def misfit_of_host(memory: Sequence[RankMemory], room: float | None) -> str:
+    """Return what a rank of the fullest stage has on its host beside its share of the host's memory, as text."""
+    size, stage = max((each.host, stage) for stage, each in enumerate(memory))
+    return f"{misfit(stage, size, room or 0.0)} of the host"
 
 
 class Planner:
@@ -81,6 +97,11 @@ class Planner:
     def device(self) -> torch.device:
         """The kind of device that is planned."""
         return torch.device("cpu" if self.cluster.gpu.is_cpu else "cuda")
+
+    @property
+    def host_room(self) -> float | None:
+        """Bytes of a rank's share of its host; None: they are not known."""
+        return self.cluster.host.memory if self.cluster.host is not None else None
 
     def with_gpus(self, gpus: int) -> Planner:
         """Return the planner of the same run on another number of GPUs."""
@@ -109,7 +130,7 @@ class Planner:
             raise MegaliteError(f"the network cannot be divided as {config.parallel.layout(self.gpus)}")
         step = Step(config, self.gpus, parts, self.prices)
         memory, room = self.memory(step), self.cluster.gpu.memory
-        return Plan(config, self.gpus, Layout.of(config), step.simulated, memory, room)
+        return Plan(config, self.gpus, Layout.of(config), step.simulated, memory, room, self.host_room)
 
     def on(self, layout: Layout, base: RunConfig | None = None) -> RunConfig:
         """Return a run, that of the planner or another one, with a layout.

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megalite.extras.planner.records import Message, MessageKind, Operation, OperationKind, Work
+from megalite.extras.planner.host_tensor import HostTensor, host_tensors
+from megalite.extras.planner.records import HostKind, Message, MessageKind, Operation, OperationKind, Work
 from megalite.parallel.mesh import Traffic
 from megalite.torch_internals import (
     TorchDispatchMode,
@@ -55,6 +56,7 @@ class Recorder(TorchDispatchMode):
         work: launches and messages by phase, the `phase` at the time of each.
         alive: bytes of all tensors on the device. `highest` is their maximum, and `peak` that since `restart_peak`.
         blocks: the same as the allocator of a GPU rounds them; `highest_blocks` is their maximum.
+        on_host: bytes of all tensors that offloading keeps on the host; `highest_on_host` is their maximum.
         waits: times that the host needed a value from the device, by the place in the code.
         misplaced: operations on tensors of the device together with tensors on the host, by the place in the code.
     """
@@ -64,10 +66,12 @@ class Recorder(TorchDispatchMode):
         self.phase: Any = ""
         self.work: dict[Any, Work] = {}
         self.alive = self.peak = self.highest = self.blocks = self.highest_blocks = 0
+        self.on_host = self.highest_on_host = 0
         self.waits: Counter[str] = Counter()
         self.misplaced: Counter[str] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
+        self._of_host: set[int] = set()
         self._stack = ExitStack()
 
     # ------------------------------------------------------------------------------------------------ the context
@@ -76,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self._stack.enter_context(recorded_launches(self._launched))
         self._stack.enter_context(_FusedAttention())
         self._stack.enter_context(_resized(self._resize))
+        self._stack.enter_context(host_tensors())
         super().__enter__()
         return self
 
@@ -97,7 +102,7 @@ class Recorder(TorchDispatchMode):
         self.waits.clear()
         self.misplaced.clear()
         self.peak = self.highest = self.alive
-        self.highest_blocks = self.blocks
+        self.highest_blocks, self.highest_on_host = self.blocks, self.on_host
 
     @property
     def total(self) -> Work:
@@ -123,21 +128,40 @@ class Recorder(TorchDispatchMode):
         on_device = [each for each in given if each.is_meta]
         if on_device and (value := value_on_host(name, args, kwargs)) is not None:
             self.waits[_place()] += 1
+            if name == "_to_copy":
+                self._phase().host["to host"] += value.nbytes
             return value
         result = func(*args, **kwargs)
         for tensor in on_device:  # made by torch.tensor, of which no operator tells
             self._keep(tensor)
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
-        if not made and not on_device:
+        results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        made = [each for each in results if each.is_meta]
+        offloaded = [each for each in (*given, *results) if isinstance(each, HostTensor)]
+        for tensor in (*made, *offloaded):
+            self._keep(tensor)
+        if not made and not on_device and not offloaded:
             return result
         if on_device and name not in _COPIES and any(not each.is_meta and each.dim() for each in given):
             self.misplaced[_place()] += 1
-        if not (func.is_view or name in _NO_LAUNCH):
+        if func.is_view or name in _NO_LAUNCH:
+            return result
+        if offloaded and (name in _COPIES or not (on_device or made)):
+            self._add_of_host(on_device, made, offloaded)
+        else:
             kind, shape, flops = _counted(name, args, kwargs)
             self._add(name, kind, shape, flops, [*on_device, *made])
-        for tensor in made:
-            self._keep(tensor)
         return result
+
+    def _add_of_host(self, given: Sequence[Tensor], made: Sequence[Tensor], offloaded: Sequence[Tensor]) -> None:
+        """Count what is copied between the device and the host, or else what an operator on the host moves.
+
+        Args:
+            given, made: tensors of the device among the arguments and the results.
+            offloaded: tensors of the host among both.
+        """
+        kind: HostKind = "to device" if made else "to host" if given else "on the host"
+        of_copy = (*made, *given)[:1]
+        self._phase().host[kind] += sum(each.nbytes for each in of_copy or offloaded)
 
     def _launched(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -165,24 +189,33 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor) -> None:
         """Count the storage of a tensor until it is freed."""
-        storage = tensor.untyped_storage()
+        on_host = isinstance(tensor, HostTensor)
+        storage = (tensor.stand_in if isinstance(tensor, HostTensor) else tensor).untyped_storage()
         key = storage_identity(storage)
         if key not in self._storages and (size := storage.nbytes()):
             self._storages[key] = weakref.ref(storage, partial(self._free, key))
+            if on_host:
+                self._of_host.add(key)
             self._count(key, size)
 
     def _free(self, key: int, _: object) -> None:
         del self._storages[key]
         self._count(key, 0)
+        self._of_host.discard(key)
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         if (key := storage_identity(storage)) in self._storages:
             self._count(key, storage.nbytes())
 
     def _count(self, key: int, size: int) -> None:
+        """Set the bytes of a storage of the device or the host; 0: it is freed."""
         before = self._sizes.pop(key, 0)
         if size:
             self._sizes[key] = size
+        if key in self._of_host:
+            self.on_host += size - before
+            self.highest_on_host = max(self.highest_on_host, self.on_host)
+            return
         self.alive += size - before
         self.blocks += _rounded(size) - _rounded(before)
         self.peak, self.highest = max(self.peak, self.alive), max(self.highest, self.alive)
@@ -219,7 +252,7 @@ def value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if not isinstance(first, Tensor) or not (first.is_meta or name == "copy_"):
         return None
     if name == "copy_":
-        return None if first.is_meta or not args[1].is_meta else first.fill_(1)
+        return None if first.is_meta or isinstance(first, HostTensor) or not args[1].is_meta else first.fill_(1)
     if name == "_local_scalar_dense":
         return 1.0 if first.is_floating_point() else 1
     if name == "nonzero":  # as if there were one

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 OperationKind = Literal["product", "attention", "elementwise"]
+HostKind = Literal["to host", "to device", "on the host"]
 MessageKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "receive"]
 
 
@@ -43,18 +44,21 @@ class Work:
 
     operations: Counter[Operation] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
+    host: Counter[HostKind] = field(default_factory=Counter)
+    """Bytes that are copied in each direction, and that operators on the host read and write."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.operations + other.operations, self.messages + other.messages)
+        return Work(self.operations + other.operations, self.messages + other.messages, self.host + other.host)
 
     def __sub__(self, other: Work) -> Work:
         """Return what `other` lacks of this work."""
-        return Work(self.operations - other.operations, self.messages - other.messages)
+        return Work(self.operations - other.operations, self.messages - other.messages, self.host - other.host)
 
     def __mul__(self, times: int) -> Work:
         return Work(
             Counter({each: count * times for each, count in self.operations.items()}),
             Counter({each: count * times for each, count in self.messages.items()}),
+            Counter({each: size * times for each, size in self.host.items()}),
         )
 
     @property

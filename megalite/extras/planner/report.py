@@ -29,6 +29,7 @@ ENTRIES = {
     "bubble": "bubble",
     "data": "DP messages",
     "optimizer": "optimizer",
+    "host": "host and its copies",
 }
 """Words for what takes the time of a step, by the fields of a cost."""
 MEMORY = {
@@ -83,6 +84,7 @@ def row(plan: Plan) -> dict[str, str | int | float]:
         "Recompute": layout.recompute,
         "Step s": round(plan.step.seconds, 3),
         "Memory GiB": round(plan.memory[plan.fullest].total / GIB, 1),
+        "Host GiB": round(most / GIB, 1) if (most := max(each.host for each in plan.memory)) else "n/a",
     }
 
 
@@ -119,9 +121,11 @@ def memory_lines(plan: Plan) -> Iterator[str]:
     legend = ", ".join(f"{mark} {words}" for mark, words in zip(_MARKS, MEMORY.values(), strict=True))
     yield f"memory of {plan.room / GIB:.1f} GiB ({legend})"
     for stages, memory in together(plan.memory):
-        sizes = asdict(memory).values()
-        marks = "".join(mark * round(_BAR * size / plan.room) for mark, size in zip(_MARKS, sizes, strict=True))
-        yield f"{stages:<16} {marks:<{_BAR}} {memory.total / GIB:7.1f} GiB"
+        marks = "".join(
+            mark * round(_BAR * size / plan.room) for mark, size in zip(_MARKS, memory.of_device, strict=True)
+        )
+        host = f", {memory.host / GIB:.1f} GiB on the host" if memory.host else ""
+        yield f"{stages:<16} {marks:<{_BAR}} {memory.total / GIB:7.1f} GiB{host}"
 
 
 def together(memory: Sequence[RankMemory]) -> list[tuple[str, RankMemory]]:
@@ -251,6 +255,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "mfu": step.mfu,
         "memory_by_stage": [asdict(each) for each in plan.memory],
         "room": plan.room,
+        "host_room": plan.host_room,
         "fits": plan.missing == 0,
         "stages": plan.config.parallel.pipeline_model_parallel_layout,
     }

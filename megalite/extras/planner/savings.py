@@ -18,6 +18,9 @@ def savings(planner: Planner, plan: Plan) -> Iterator[str]:
     ways = [(words, changed, plan.gpus) for words, changed in _changes(config)]
     if layout.recompute != "full":
         ways.insert(0, (_FULL, replace(layout, recompute="full").on(config), plan.gpus))
+    offload = replace(config.offload, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    if offload != config.offload and planner.cluster.host is not None:
+        ways.append(("--optimizer-cpu-offload", replace(config, offload=offload), plan.gpus))
     ways.append(("ZeRO 3 on twice the GPUs", replace(layout, zero=3).on(config), 2 * plan.gpus))
     for words, changed, gpus in ways:
         try:

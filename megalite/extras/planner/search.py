@@ -23,7 +23,7 @@ from megalite.extras.planner.layouts import Layout, layouts, require_batch
 from megalite.extras.planner.lower_bounds import LowerBounds, Passes
 from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.parts import Parts
-from megalite.extras.planner.plan import GIB, Plan, Planner, misfit
+from megalite.extras.planner.plan import GIB, Plan, Planner, misfit, misfit_of_host, missing_on_host
 from megalite.extras.planner.stage_layout import PartCosts, balanced
 from megalite.extras.planner.step import Step
 from megalite.training.kernels import drops_by_rank, require_equal_dropout
@@ -112,6 +112,8 @@ class _Search:
         """Queue all layouts whose weights have room."""
         planner, counts, least = self.planner, self.found.counts, self._least
         all_stages = range(len(STRATEGIES)) if "zero" not in self.keep else [planner.config.parallel.zero_stage]
+        if planner.config.offload.parameter_offload:  # slices are those of ZeRO 3
+            all_stages = [3]
         whole = drops_by_rank(planner.config, planner.device)
         for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):
             stages = all_stages if planner.gpus > layout.tensor * layout.pipeline else [0]
@@ -119,7 +121,8 @@ class _Search:
             sizes = dict(zip(stages, least.memory(layout, stages), strict=True))
             fitting = [stage for stage, size in sizes.items() if size <= self.room]
             for stage in sizes.keys() - fitting:
-                self._refuse(STATE, replace(layout, zero=stage), sizes[stage])
+                words = f"at least {sizes[stage] / GIB:.1f} of {self.room / GIB:.1f} GiB"
+                self._refuse(STATE, replace(layout, zero=stage), sizes[stage] - self.room, words)
             if fitting:
                 self._queue.append(_Entry(least.seconds(layout, fitting[0]), layout, tuple(fitting)))
         if not counts["possible"]:
@@ -143,14 +146,12 @@ class _Search:
         if refusal is not None:
             raise refusal
 
-    def _refuse(self, kind: str, layout: Layout, size: float, stage: int | None = None) -> None:
-        """Count a layout that does not fit. `stage`: the fullest one; None if only a bound of the memory is known."""
-        missing, known = size - self.room, self.found.misfits.get(kind)
+    def _refuse(self, kind: str, layout: Layout, missing: float, words: str) -> None:
+        """Count a layout that does not fit. `words`: its fullest stage with its memory, as far as they are known."""
+        known = self.found.misfits.get(kind)
         if known is not None:
             known.count += 1
         if known is None or missing < known.missing:
-            words = f"at least {size / GIB:.1f} of {self.room / GIB:.1f} GiB"
-            words = words if stage is None else misfit(stage, size, self.room)
             self.found.misfits[kind] = Misfits(1 if known is None else known.count, missing, layout, words)
 
     def _open(self, entry: _Entry) -> None:
@@ -189,8 +190,12 @@ class _Search:
         sizes = [each.total for each in memory]
         size, stage = max(zip(sizes, range(len(sizes)), strict=True))
         if size > self.room:
-            self._refuse(f"with recomputation {layout.recompute}", layout, size, stage)
-        return size <= self.room
+            words = misfit(stage, size, self.room)
+            self._refuse(f"with recomputation {layout.recompute}", layout, size - self.room, words)
+            return False
+        if missing := missing_on_host(memory, self.planner.host_room):
+            self._refuse("the host", layout, missing, misfit_of_host(memory, self.planner.host_room))
+        return not missing
 
     def _record(self, layout: Layout) -> None:
         """Record the parts of a layout, or of another one that tells a bound of it."""

@@ -196,7 +196,7 @@ class Collected:
                 ]
                 flat = own[0] if len(own) == 1 else torch.cat(own)
                 if rank != 0:
-                    self._message(dist.ProcessGroup.send, flat.contiguous(), 0)
+                    self._message(dist.ProcessGroup.send, flat.contiguous().to(self._mesh.device), 0)
                     continue
             else:
                 flat = torch.empty(sum(part.numel for part in parts), dtype=dtype, device=self._mesh.device)

@@ -88,6 +88,7 @@ class Reference(FrozenNetwork):
         self._trained.finish_parameter_gather()
         for own, trained in zip(self.optimizer.frozen, self._trained.buckets, strict=True):
             if own.zero_stage == 3:
+                own.release_slice()
                 own.parameter_shard.copy_(trained.parameter_shard)
             else:
                 own.parameters.copy_(trained.parameters)

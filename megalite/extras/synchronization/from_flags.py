@@ -34,7 +34,7 @@ from megalite.optim.shard import Shard
 from megalite.optim.synchronization import ExtraState, RankStates
 from megalite.optim.update_rule import UpdateRule
 from megalite.parallel.mesh import ParallelMesh
-from megalite.run.synchronization import RunSynchronization
+from megalite.run.run import RunSynchronization
 from megalite.tasks.memory import in_words
 
 

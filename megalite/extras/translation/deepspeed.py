@@ -43,7 +43,6 @@ _ASKED = {
 """Flags to give for keys that are translated by code."""
 _VERSION = "DeepSpeed 0.19's default"
 ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_OFF = "parameters and optimizer stay on the GPU: more ranks, or --exp-avg-dtype and --exp-avg-sq-dtype int8, take less"
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
 _RATES = {"WarmupDecayLR": 0.001}
 """Rates of schedulers without warmup_max_lr; others, and those with null, take the optimizer's rate."""
@@ -88,7 +87,7 @@ def translate(settings: Mapping[str, Any], ranks: int | None, *, alone: bool = T
         if key in values and not (key.startswith("fp16.") and not values.get("fp16.enabled", False))
     ]
     steps += [partial(_batch, values, report, ranks)]
-    steps += [partial(step, values, report) for step in (_precision, _sharding)]
+    steps += [partial(step, values, report) for step in (_precision, _sharding, _offloading)]
     steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, *([_schedule] if alone else []))]
     steps += [partial(step, values, report) for step in (_monitoring, _others)]
     for step in steps:  # a bad value does not hide what the others say
@@ -164,7 +163,7 @@ def _precision(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _sharding(values: Mapping[str, Any], report: Report) -> None:
-    """Translate the ZeRO stage and its options, and refuse offloading."""
+    """Translate the ZeRO stage and its options."""
     stage = values.get("zero_optimization.stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise ConfigurationError(f"zero_optimization.stage is {shown(stage)}: expected 0, 1, 2 or 3")
@@ -176,9 +175,41 @@ def _sharding(values: Mapping[str, Any], report: Report) -> None:
         report.refused.append(
             f"mics_shard_size {shown(size)}: use --num-distributed-optimizer-instances ranks / {size}"
         )
-    for part in ("optimizer", "param"):
-        if (device := values.get(f"zero_optimization.offload_{part}.device", "none")) not in ("none", None):
-            report.refused.append(f"zero_optimization.offload_{part} to {shown(device)}: {_OFF}")
+
+
+def _offloading(values: Mapping[str, Any], report: Report) -> None:
+    """Translate what is on the host, and refuse what is on disks."""
+    offloaded, stage = [], values.get("zero_optimization.stage", 0)
+    for part, old in (("optimizer", "cpu_offload"), ("param", "cpu_offload_param")):
+        key, device = f"zero_optimization.offload_{part}", values.get(f"zero_optimization.offload_{part}.device")
+        if is_on(values, before := f"zero_optimization.{old}"):
+            key, device = before, "cpu"
+        elif before in values:
+            report.idle.append(f"{before} false: nothing is offloaded unless it is asked for")
+        least = 3 if part == "param" else 1
+        if device in ("none", None):
+            continue
+        if device != "cpu":
+            report.refused.append(f'{key} to {shown(device)}: only the host\'s memory is offloaded to; give "cpu"')
+        elif type(stage) is int and stage < least:
+            report.idle.append(f"{key}: DeepSpeed offloads it from ZeRO {least} on")
+        else:
+            offloaded.append(part)
+            report.add(f"{key} to cpu", "--parameter-offload" if part == "param" else "--optimizer-cpu-offload")
+    ratio = "zero_optimization.offload_optimizer.ratio"
+    if offloaded == ["param"]:
+        report.add("the optimizer of parameters on the host", "--optimizer-cpu-offload")
+        report.notes.append("weights on the host are updated there: the optimizer's state is there as well")
+    elif "param" in offloaded and values.get(ratio, 1) != 1:
+        report.notes.append(f"{ratio} {shown(values[ratio])}: weights on the host are updated there, all of them")
+    elif offloaded and ratio in values:
+        share = as_number(ratio, values[ratio], lambda number: 0 <= number <= 1)
+        report.add(ratio, "--optimizer-offload-fraction", share)
+    pinned = "zero_optimization.offload_optimizer.pin_memory"
+    if "optimizer" in offloaded and not is_on(values, pinned, default=True):
+        report.add(f"{pinned} false", "--no-pin-cpu-grads", "--no-pin-cpu-params")
+    elif pinned in values:
+        report.idle.append(f"{pinned}: what is on the host is page-locked unless --no-pin-cpu-grads says otherwise")
 
 
 def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from megalite.errors import ConfigurationError
-from megalite.extras.planner.cluster import find_cluster, find_stack, with_doctor
+from megalite.extras.planner.calibration import as_toml
+from megalite.extras.planner.cluster import Host, find_cluster, find_stack, with_doctor
 
 FILE = """
 nodes = 4
@@ -175,3 +176,18 @@ def test_times_that_do_not_grow_with_the_bytes_say_nothing_of_a_link() -> None:
 def test_file_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="doctor"):
         with_doctor(find_cluster("A100-SXM-80GB"), {"timings": [{}]})
+
+
+HOST = "\n[host]\nmemory = 1e11\nbandwidth = 5e10\nbeta = 2e-11\n"
+
+
+def test_a_host_may_be_known(tmp_path: Path) -> None:
+    found = find_cluster(written(tmp_path, FILE + HOST))
+    assert found.known_host == Host(memory=1e11, bandwidth=5e10, beta=2e-11)
+    assert find_cluster(written(tmp_path, as_toml(found, "again"))).host == found.host
+    with pytest.raises(ConfigurationError, match=r"nothing is known of the hosts of --cluster cluster: give a file"):
+        _ = find_cluster(written(tmp_path, FILE)).known_host
+    with pytest.raises(ConfigurationError, match=r"host\.beta is missing"):
+        find_cluster(written(tmp_path, FILE + HOST.replace("beta = 2e-11", "")))
+    with pytest.raises(ConfigurationError, match=r"host: 'alpha' is unknown"):
+        find_cluster(written(tmp_path, f"{FILE}{HOST}alpha = 1\n"))

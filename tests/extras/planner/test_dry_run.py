@@ -155,6 +155,24 @@ def test_a_dry_run_in_bf16_adds_products() -> None:
     assert sum(count for operation, count in found.total.operations.items() if operation.name == "addmm") > 0
 
 
+def test_what_is_offloaded_is_not_on_the_device() -> None:
+    """A step holds less by what the host holds, except for the layer that comes back ahead of its backward."""
+
+    def run(flags: str) -> DryRun:
+        return dry_run(parse_arguments(f"{FLAGS} --micro-batch-size 2 {flags}".split()).config, 1, 0)
+
+    plain, offloaded = run(""), run("--cpu-offloading-num-layers 3")
+    host = offloaded.memory.host
+    assert plain.memory.host == 0
+    assert plain.memory.activations - offloaded.memory.activations == host > 0
+    of_backward = [
+        max(moment.peak for moment in found.moments if str(moment.action).startswith("B of micro-batch 0"))
+        for found in (plain, offloaded)
+    ]
+    assert host / 2 < of_backward[0] - of_backward[1] <= host
+    assert not offloaded.misplaced
+
+
 def test_the_summary_frees_what_it_measures() -> None:
     """Tensors that a measured forward keeps were once never freed: the activations of a micro-batch."""
     gc.freeze()

@@ -31,6 +31,8 @@ LAYOUTS = [
     "--cp 4 --tp 2 --use-distributed-optimizer",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+    "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
+    "--data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload --parameter-offload",
 ]
 RANKS = 32
 
@@ -51,7 +53,7 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
     for stage in {0, stages.ranks - 1}:
         wanted = dry_run(config, RANKS, stage * (RANKS // stages.ranks))
         memory = found[stage]
-        for kind in ("parameters", "gradients", "optimizer"):
+        for kind in ("parameters", "gradients", "optimizer", "host"):
             size = getattr(wanted.memory, kind)
             assert getattr(memory, kind) == pytest.approx(size, rel=2e-3), kind  # but for the padding of shards
         assert memory.activations == pytest.approx(

@@ -178,6 +178,15 @@ def test_only_what_saves_memory_is_advised_and_in_flags_that_run() -> None:
     assert "--fused-linear-cross-entropy" not in texts
 
 
+def test_another_network_or_kernel_is_judged_by_its_own_records() -> None:
+    """Records of the plan have the logits that a fused loss does without."""
+    config = run_config(layers=1)
+    wide = replace(config.model, vocab_size=200_000, hidden_size=512, ffn_hidden_size=512)
+    planner = Planner(replace(config, model=wide), small(CLUSTER, 1e8), 1)
+    lines = list(savings(planner, planner.plan(planner.config)))
+    assert any(line.startswith("--fused-linear-cross-entropy: ") for line in lines)
+
+
 def test_neighbours_differ_in_one_thing() -> None:
     planner = Planner(run_config(), CLUSTER, 4)
     plan = planner.plan(planner.on(replace(Layout.of(planner.config), zero=1)))

@@ -6,16 +6,22 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megalite.checkpoint.plan import Region
+from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.conversion.huggingface import write_huggingface
 from megalite.conversion.native import open_megalite
 from megalite.errors import ConfigurationError
+from megalite.extras.post_training.export import Collected
+from megalite.extras.post_training.reference import Reference
 from megalite.inference.sampling import Sampling
+from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
 from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import SEED
@@ -195,6 +201,31 @@ def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: Rank
         for at_once, later, refreshed, gathered in rank:
             assert at_once == later == refreshed == 0.0
             assert (gathered == 0) == (layout == "dp2-zero3")
+
+
+def test_a_reference_takes_slices_of_the_host_after_its_last_forward_has_read_its_own() -> None:
+    own, trained, copied = Mock(zero_stage=3, parameter_shard=torch.zeros(3)), Mock(), []
+    trained.parameter_shard = torch.ones(3)
+    own.release_slice.side_effect = lambda: copied.append(bool(own.parameter_shard.any()))
+    reference = Reference.__new__(Reference)
+    reference.optimizer = Mock(frozen=[own], module_states=[])
+    reference._trained = Mock(buckets=[trained], module_states=[])
+    reference.refresh()
+    assert copied == [False]
+    assert own.parameter_shard.all()
+
+
+def test_slices_of_the_host_are_sent_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL sends nothing from the host. Here the meta device stands for the device."""
+    box, sent = Box((0,), (3,)), []
+    collected = Collected.__new__(Collected)
+    collected._mesh = Mock(rank=1, device=torch.device("meta"))
+    collected.tensors = {"weight": Kind((3,), torch.float32)}
+    collected._boxes = {"weight": {1: [box]}}
+    collected._own = {"weight": [Region(TensorBox("weight", (3,), torch.float32, box), torch.ones(3))]}
+    monkeypatch.setattr(Collected, "_message", lambda self, _, tensor, peer: sent.append((tensor.device.type, peer)))
+    collected.fill("weight", box, torch.empty(3, device="meta"))
+    assert sent == [("meta", 0)]
 
 
 @pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "tp2-pp2"])

@@ -28,6 +28,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout, zigzag
 from tests.distributed.layout_cell import Cell
 from tests.distributed.post_training_run import Policy
+from tests.harness.close import assert_number_close
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
 PLAIN = MicroBatch(TOKENS, TOKENS, None, TOKENS, torch.ones(1, 4), RandomKey(0, (0,)))
@@ -175,6 +176,31 @@ def test_each_step_of_a_run_samples_other_tokens_and_scores_them_as_training_doe
             run.forward_backward(batch, lambda outputs, fields: outputs.log_probabilities.sum())
             run.optimizer_step()
     assert generated[0] != generated[1]
+
+
+def test_experts_keep_their_balancing_losses_beside_a_loss_of_ones_own() -> None:
+    """The step is that of the same loss as the GPT's own."""
+    config = megalite.GPTConfig(
+        *(1, 8, 2), vocab_size=32, position_embedding_type="rope", init_method_std=0.3, hidden_dropout=0.0,
+        attention_dropout=0.0, num_experts=4, moe_router_topk=2, moe_aux_loss_coeff=(0.5,), moe_z_loss_coeff=0.1,
+    )  # fmt: skip
+    tokens = torch.arange(32).view(4, 8) % 7
+    batch = {"tokens": tokens, "labels": tokens.roll(1, 1), "loss_mask": torch.ones(4, 8)}
+    dataset = [{name: values[number] for name, values in batch.items()} for number in range(4)]
+
+    def trainer() -> megalite.Trainer:
+        batches = {"seq_length": 8, "micro_batch_size": 2, "global_batch_size": 4}
+        still = megalite.SGD(lr=0.0)
+        return megalite.Trainer(config, dataset=dataset, optimizer=still, precision="fp64", quiet=True, **batches)
+
+    with trainer() as run:
+        run.forward_backward(batch, lambda outputs, fields: -outputs.log_probabilities.sum())
+        found = run.optimizer_step()
+    with trainer() as run:
+        expected = run.step(next(run.batches(steps=1)))
+    for name in ("grad_norm", "load_balancing_loss", "moe_z_loss"):
+        assert_number_close(found[name], expected[name], name)
+    assert_number_close(found["loss"], expected["lm_loss"])
 
 
 def test_generation_refuses_experts_on_other_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

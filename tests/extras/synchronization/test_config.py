@@ -16,7 +16,7 @@ from megalite.extras.synchronization.from_flags import LessCommunication
 from megalite.extras.synchronization.local_update import LocalUpdate
 from megalite.extras.synchronization.local_update_trainer import exchange_notes
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.run.synchronization import RunSynchronization, make_synchronization
+from megalite.run.run import RunSynchronization, make_synchronization
 from tests.unit.test_config_validate import config_of, problems
 
 COMPRESSION = "--gradient-compression"

@@ -26,7 +26,7 @@ from megalite.extras.synchronization.parameter_server import Link
 from megalite.extras.synchronization.parameter_server_order import END, PUSH, Command, Message, Order
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.run.synchronization import make_synchronization
+from megalite.run.run import make_synchronization
 from megalite.tasks.gpt_task import GPTTask
 from megalite.torch_internals import default_store
 from megalite.training.data import open_data

@@ -266,6 +266,8 @@ def megatron_deepspeed(flags: str) -> Report:
         ("--ds-sequence-parallel-size 2 --deepspeed", "--cp-comm-type a2a --context-parallel-size 2"),
         ("--deepspeed --num-key-value-heads 2", "--group-query-attention --num-query-groups 2"),
         ("--deepspeed --normalization rmsnorm", "--normalization RMSNorm"),
+        ("--deepspeed --cpu-optimizer", "--optimizer-cpu-offload"),
+        ("--zero-stage 3 --remote-device cpu", "--parameter-offload --optimizer-cpu-offload"),
         ("--zero-stage 1 --zero-stage 2", "--data-parallel-sharding-strategy optim_grads"),
     ],
 )
@@ -293,8 +295,7 @@ def test_the_limit_in_tokens_takes_the_place_of_the_other(tmp_path: Path) -> Non
             "--deepspeed --deepspeed-activation-checkpointing",
             "no effect: --deepspeed-activation-checkpointing: it chooses",
         ),
-        ("--deepspeed --cpu-optimizer", "refused: --cpu-optimizer: parameters and optimizer stay on the GPU"),
-        ("--deepspeed --remote-device nvme", "refused: --remote-device nvme: parameters"),
+        ("--deepspeed --remote-device nvme", "refused: --remote-device nvme: only the host's memory"),
         ("--zero-stage 4", "refused: --zero-stage is a flag of DeepSpeed"),
         ("--train-tokens many", "refused: --train-tokens many: a whole number above 0"),
         ("--deepspeed --mlp-type residual", "refused: --mlp-type residual: experts have no dense layer"),

@@ -38,6 +38,14 @@ def settings(**changes: Any) -> Report:
     return deepspeed.translate(PLAIN | changes, None)
 
 
+def offloaded(stage: int, **parts: dict[str, Any]) -> dict[str, Any]:
+    """Return a section with parts on the host, each with further keys."""
+    return {
+        "zero_optimization": {"stage": stage}
+        | {f"offload_{part}": {"device": "cpu", **keys} for part, keys in parts.items()}
+    }
+
+
 def test_a_configuration_of_deepspeed_sets_the_same_run() -> None:
     report = settings()
     assert (report.refused, report.missing) == ([], [])
@@ -69,6 +77,12 @@ def test_each_stage_of_zero(stage: int, strategy: str | None) -> None:
             ["--fp16", "--loss-scale", "128"],
         ),
         ({"communication_data_type": "bf16"}, ["--grad-reduce-in-bf16"]),
+        (offloaded(2, optimizer={}), ["--optimizer-cpu-offload"]),
+        (offloaded(3, optimizer={"ratio": 0.3}), ["--optimizer-offload-fraction", "0.3"]),
+        (offloaded(1, optimizer={"pin_memory": False}), ["--no-pin-cpu-grads", "--no-pin-cpu-params"]),
+        (offloaded(3, param={}), ["--parameter-offload", "--optimizer-cpu-offload"]),
+        (offloaded(3, param={}, optimizer={"ratio": 0.5}), ["--optimizer-cpu-offload", "--parameter-offload"]),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, ["--optimizer-cpu-offload"]),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}}, ["--sgd-momentum", "0.9"]),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, ["--optimizer", "muon"]),
         ({"wall_clock_breakdown": True, "steps_per_print": 7}, ["--timing-interval", "7"]),
@@ -90,7 +104,12 @@ def test_settings_of_deepspeed_that_have_a_flag(changes: dict[str, Any], flags: 
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "optimizer stay on the GPU"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "'nvme': only the host's memory",
+        ),
+        (offloaded(2, optimizer={"ratio": 1.5}), "offload_optimizer.ratio is 1.5"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "--overlap-cpu-optimizer-d2h-h2d"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "--num-distributed-optimizer-instances"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "are not quantized"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "SGD and Muon are translated"),
@@ -110,10 +129,19 @@ def test_what_megalite_lacks_is_refused_with_what_to_do(changes: dict[str, Any],
     assert refusal in line
 
 
+def test_whoever_offloads_parameters_only_is_told_that_the_optimizer_goes_along() -> None:
+    (note,) = [line for line in settings(**offloaded(3, param={})).notes if "host" in line]
+    assert "the optimizer's state is there as well" in note
+    (note,) = [line for line in settings(**offloaded(3, param={}, optimizer={"ratio": 0.5})).notes if "host" in line]
+    assert "ratio 0.5" in note
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
+        offloaded(0, optimizer={}),
+        offloaded(2, param={}),
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}},
         {"wandb": {"enabled": False}, "flops_profiler": {"enabled": True}, "zero_allow_untested_optimizer": True},
     ],

@@ -21,9 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from megalite.atomic_files import write_atomically
+from megalite.config.command_line import split_flags
 from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
-from megalite.config.tool_arguments import parse_tool_arguments, split_flags
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.doctor.findings import SMALLEST, Options, Verdict

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from megalite.atomic_files import require_output, write_atomically
 from megalite.config import RunConfig
-from megalite.config.command_line import flag_groups
+from megalite.config.command_line import flag_groups, split_flags
 from megalite.config.data import DataConfig
 from megalite.config.fields import NonNegativeFloat, PositiveInt, Range, at_most, changed, flag_of
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
-from megalite.config.tool_arguments import parse_tool_arguments, split_flags
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.yaml_file import read_file, read_sections
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool

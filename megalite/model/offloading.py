@@ -1,0 +1,139 @@
+"""Choice of the layers and modules of a GPT whose saved tensors go to the host, as Megatron-LM's flags name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+from torch import nn
+
+from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
+from megalite.model.attention import Attention
+from megalite.model.block import Block
+from megalite.model.gpt import GPT
+from megalite.model.moe import MoE
+from megalite.offload.activations import ActivationOffload, around, within_module
+from megalite.offload.transfers import make_transfers
+
+Chosen = Mapping[int, Sequence[OffloadModule]]
+"""Modules of the offloaded layers of a chunk, by the layer's number in it; none: it offloads all that it saves."""
+
+
+class _OffloadedCore:
+    """Core of attention whose saved tensors are offloaded."""
+
+    def __init__(self, offload: ActivationOffload, core: Any) -> None:
+        self.core, self.attend = core, within_module(offload, core.__call__)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.attend(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+
+def offload_layers(chunks: Sequence[GPT], options: OffloadConfig) -> ActivationOffload:
+    """Let the layers of a rank's chunks offload what they save for backward, as the options say."""
+    fine = options.fine_grained_activation_offloading
+    chosen = chosen_modules(chunks, options) if fine else first_layers(chunks, options.cpu_offloading_num_layers)
+    offload = ActivationOffload(
+        make_transfers(chunks[0].mesh.device),
+        chunks,
+        [sorted(layers) for layers in chosen],
+        minimum=options.min_offloaded_tensor_size if fine else 0,
+        retains=fine or options.cpu_offloading_retain_pinned_cpu_buffers,
+    )
+    for number, (chunk, layers) in enumerate(zip(chunks, chosen, strict=True)):
+        recomputed = _recomputed(chunk)
+        for index, modules in layers.items():
+            if index not in recomputed:
+                context = partial(offload.around_layer, number, index, everything=not modules)
+                around(chunk.layers[index], context)
+                for module in modules:
+                    _offload_module(offload, chunk.layers[index], module)
+        if recomputed & layers.keys():
+            chunk.recomputed = _around_recomputation(offload, number, chunk, layers)
+    return offload
+
+
+def first_layers(chunks: Sequence[GPT], count: int) -> list[Chosen]:
+    """Return the first layers of a rank. Of layers that are recomputed together, the first one saves their input."""
+    chosen: list[Chosen] = []
+    for chunk in chunks:
+        own = range(min(count, len(chunk.layers)))
+        count -= len(own)
+        kept = set(own).difference(*(range(start + 1, stop) for start, stop, again in _spans(chunk) if again))
+        if chunk.embedding is None and 0 in _recomputed(chunk):
+            kept.discard(0)  # its input is that of the stage, which the engine keeps
+        chosen.append(dict.fromkeys(sorted(kept), ()))
+    return chosen
+
+
+def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[Chosen]:
+    """Return the modules of each chunk's layers: the given share of the rank's modules, the first in forward."""
+    found: list[tuple[int, int, OffloadModule]] = []
+    for number, chunk in enumerate(chunks):
+        for start, stop, recomputed in _spans(chunk):
+            for index in range(start, stop) if not recomputed else ():
+                own = [module for module in get_args(OffloadModule) if module in options.offload_modules]
+                has_experts = isinstance(_block(chunk.layers[index]).mlp, MoE)
+                found += [(number, index, module) for module in own if has_experts or module not in MODULES_OF_EXPERTS]
+    # As in Megatron-LM: the number that stays is rounded down.
+    staying = int(len(found) * (1 - options.activation_offload_fraction))
+    chosen: list[dict[int, list[OffloadModule]]] = [{} for _ in chunks]
+    for number, index, module in found[: len(found) - staying]:
+        chosen[number].setdefault(index, []).append(module)
+    return list(chosen)
+
+
+def _around_recomputation(offload: ActivationOffload, number: int, chunk: GPT, chosen: Chosen) -> Callable[..., Any]:
+    """Return what runs layers and offloads their input, if the first of them is among the chosen ones."""
+    run, index_of = chunk.recomputed, {id(layer): index for index, layer in enumerate(chunk.layers)}
+
+    def recomputed(function: Any, layers: Sequence[nn.Module], *arguments: Any) -> Any:
+        index = index_of[id(layers[0])]
+        if index not in chosen:
+            return run(function, layers, *arguments)
+        with offload.around_layer(number, index, arguments, everything=True):
+            return run(function, layers, *arguments)
+
+    return recomputed
+
+
+def _spans(chunk: GPT) -> list[tuple[int, int, bool]]:
+    return chunk.recompute.spans(len(chunk.layers))
+
+
+def _recomputed(chunk: GPT) -> set[int]:
+    """Return the first of each run of layers that are recomputed together."""
+    return {start for start, _, recomputed in _spans(chunk) if recomputed}
+
+
+def _block(layer: nn.Module) -> Block:
+    assert isinstance(layer, Block)
+    return layer
+
+
+def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadModule) -> None:
+    """Let a module of a layer offload what it saves."""
+    block = _block(layer)
+    attention = block.attention
+    assert isinstance(attention, Attention)
+    modules = {
+        "attn_norm": block.input_norm,
+        "qkv_linear": attention.query_key_value,
+        "attn_proj": attention.output,
+        "mlp_norm": block.mlp_norm,
+    }
+    if name in modules:
+        around(modules[name], lambda arguments: offload.around_module())
+    elif name == "core_attn":
+        attention.core = _OffloadedCore(offload, attention.core)
+    else:
+        assert isinstance(block.mlp, MoE)
+        experts = block.mlp.experts
+        if name == "expert_fc1":
+            experts.up_product = within_module(offload, experts.up_product)
+        else:
+            experts.down_product = within_module(offload, experts.down_product)

@@ -1,0 +1,97 @@
+"""The copies of activations that are declared are proved for every schedule, and a fault in them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from megalite.pipeline.offloading import Transfer, check_transfers, declared, proved, slots
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.simulator import ScheduleError, peak_in_flight
+from tests.harness.pipelines import CHUNKS, Pipeline, every_pipeline
+
+
+@pytest.mark.parametrize("schedule", sorted(CHUNKS))
+def test_the_copies_of_every_schedule_are_proved(schedule: str) -> None:
+    for pipeline in every_pipeline(schedule, most_micro_batches=5):
+        layers = [list(range(chunk + 1)) for chunk in range(pipeline.chunks)]
+        for actions in pipeline.lists():
+            transfers = proved(actions, layers)
+            assert len(transfers) == 2 * pipeline.micro_batches * sum(map(len, layers))
+
+
+@pytest.mark.parametrize("schedule", sorted(CHUNKS))
+def test_a_chunk_has_as_many_slots_as_micro_batches_in_flight(schedule: str) -> None:
+    for pipeline in every_pipeline(schedule, most_micro_batches=5):
+        for actions in pipeline.lists():
+            used = slots(actions)
+            # Deferred weight gradients keep no buffers, since I has read them.
+            whole = [each._replace(kind="B") if each.kind == "I" else each for each in actions if each.kind != "W"]
+            for own in range(pipeline.chunks):
+                sizes = [int(chunk == own) for chunk in range(pipeline.chunks)]
+                count = 1 + max(slot for (chunk, _), slot in used.items() if chunk == own)
+                assert count == peak_in_flight(whole, sizes)
+
+
+def test_an_evaluation_copies_nothing() -> None:
+    actions = Pipeline("1f1b", ranks=2, chunks=1, micro_batches=3, backward=False).lists()[0]
+    assert slots(actions) == {}
+    assert proved(actions, [[0, 1]]) == []
+
+
+ACTIONS = [Action("F", 0), Action("F", 1), Action("B", 0), Action("F", 2), Action("B", 1), Action("B", 2)]
+LAYERS = [[0, 1]]
+
+
+def early_reuse(transfers: list[Transfer]) -> list[Transfer]:
+    """Give all micro-batches one slot."""
+    return [transfer._replace(slot=0) for transfer in transfers]
+
+
+def one_stays(transfers: list[Transfer]) -> list[Transfer]:
+    return [each for each in transfers if (each.direction, each.layer, each.micro_batch) != ("to device", 0, 1)]
+
+
+def never_sent(transfers: list[Transfer]) -> list[Transfer]:
+    return [each for each in transfers if (each.direction, each.layer, each.micro_batch) != ("to host", 1, 2)]
+
+
+def neither_way(transfers: list[Transfer]) -> list[Transfer]:
+    return [each for each in transfers if (each.layer, each.micro_batch) != (1, 2)]
+
+
+def late(transfers: list[Transfer]) -> list[Transfer]:
+    """Let the first copy back begin in the action after the one that reads it."""
+    return [
+        each._replace(after=3) if (each.direction, each.micro_batch) == ("to device", 0) else each for each in transfers
+    ]
+
+
+def of_another(transfers: list[Transfer]) -> list[Transfer]:
+    """Exchange the slots of the copies back of two micro-batches."""
+    return [each._replace(slot=1 - each.slot) if each.direction == "to device" else each for each in transfers]
+
+
+def swapped(transfers: list[Transfer]) -> list[Transfer]:
+    return [*transfers[2:4], *transfers[:2], *transfers[4:]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (early_reuse, "copy to host of layer 0 of chunk 0, micro-batch 1, slot 0: its buffer still has micro-batch 0"),
+        (one_stays, "copy to host of layer 0 of chunk 0, micro-batch 1, slot 1: it does not come back"),
+        (never_sent, "copy to device of layer 1 of chunk 0, micro-batch 2, slot 0: its buffer does not have what"),
+        (neither_way, "B of micro-batch 2, chunk 0: what layer 1 saved has not come back"),
+        (late, "copy to device of layer 1 of chunk 0, micro-batch 0, slot 0: its buffer does not have what"),
+        (of_another, "copy to device of layer 1 of chunk 0, micro-batch 0, slot 1: its buffer does not have what"),
+        (swapped, "copy to host of layer 0 of chunk 0, micro-batch 0, slot 0: it begins before an earlier one"),
+    ],
+)
+def test_faults_are_refused(fault: Callable[[list[Transfer]], Sequence[Transfer]], message: str) -> None:
+    transfers = declared(ACTIONS, LAYERS, slots(ACTIONS))
+    assert check_transfers(ACTIONS, LAYERS, transfers) == transfers
+    with pytest.raises(ScheduleError) as raised:
+        check_transfers(ACTIONS, LAYERS, fault(transfers))
+    assert message in str(raised.value)
