@@ -100,6 +100,9 @@ class ParallelConfig:
     """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
     """Overlap messages between stages with computation; off: wait for each send."""
+    data_parallel_shares: str | None = None
+    """Shares of the data-parallel ranks in the micro-batches of a step, such as 3:2, for devices that are not alike.
+    auto: by measured times, taken anew at each save. Unset: all have as many."""
     sequence_parallel: bool = False
     """Split activations outside the matrix products along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False

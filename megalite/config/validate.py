@@ -63,8 +63,7 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
         workers = config.synchronization.workers(world_size)
-        copies = max(config.parallel.data_parallel_size(workers), 1)
-        size = schedule[-1][1] if schedule else training.micro_batch_size * copies
+        size = schedule[-1][1] if schedule else training.micro_batch_size * _share_unit(config.parallel, workers)[0]
         config = replace(config, training=replace(training, global_batch_size=size))
     validate(config, world_size)
     return config
@@ -225,7 +224,14 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
         yield from uneven
         return
     copies = parallel.data_parallel_size(world_size)
-    batch = training.global_batch_size or training.micro_batch_size * copies
+    if parallel.data_parallel_shares is not None:
+        from megalite.config.validate_shares import share_problems
+
+        if problems := list(share_problems(config, world_size)):
+            yield from problems
+            return
+    unit, words = _share_unit(parallel, world_size)
+    batch = training.global_batch_size or training.micro_batch_size * unit
     sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
     if training.rampup_batch_size is not None:
         start, increment, _ = training.rampup_batch_size
@@ -233,20 +239,29 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
     schedule = training.batch_size_schedule(seq_length)
     # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
     continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
-    fits = [size % (training.micro_batch_size * copies) == 0 for _, size in schedule]
+    fits = [size % (training.micro_batch_size * unit) == 0 for _, size in schedule]
     first = fits.index(True) if continues and True in fits else 0
     sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule[first:]]
     if training.eval_global_batch_size is not None:
         sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
     for name, size in sizes:
-        if size % (training.micro_batch_size * copies):
-            yield (
-                f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
-                f"{copies} data-parallel ranks"
-            )
+        if size % (training.micro_batch_size * unit):
+            yield f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x {words}"
+        elif size < training.micro_batch_size * copies and "increment" not in name:
+            yield f"{name} {size} has fewer micro-batches than {copies} data-parallel ranks"
     yield from _instances(parallel, world_size)
     if training.train_samples is not None and training.train_samples < batch and not grows:
         yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
+
+
+def _share_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:
+    """Return the number of micro-batches of which a step must have a multiple, with its origin in words."""
+    if parallel.data_parallel_shares is not None:
+        from megalite.config.validate_shares import batch_unit
+
+        return batch_unit(parallel, world_size)
+    copies = max(parallel.data_parallel_size(world_size), 1)
+    return copies, f"{copies} data-parallel ranks"
 
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Choice of the samples of a rank: pure functions of the number of consumed samples, the only state to resume from.
 
-This is Megatron-LM's `--dataloader-type single`. Samples are taken in order. Each micro-batch of a step takes the next
-`micro_batch_size * data_parallel_size` samples, and each data-parallel rank gets a contiguous part of them.
+This is Megatron-LM's `--dataloader-type single`. Samples are taken in order: a step has the next global batch, divided
+into micro-batches of consecutive samples, which the data-parallel ranks take in turns.
 """
 
 from __future__ import annotations
@@ -56,12 +56,40 @@ class GlobalBatchSize:
         return steps + max(0, train_samples - consumed_samples) // self.at(consumed_samples)
 
 
-def micro_batch_samples(
-    consumed_samples: int, micro_batch: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
-) -> range:
-    """Return the global sample ids of a micro-batch (counted from 0) on one rank.
+@dataclass(frozen=True)
+class Deal:
+    """Micro-batches of a step that one data-parallel rank takes, by their numbers in the step.
 
-    The micro-batch belongs to the step that starts at `consumed_samples`.
+    Attributes:
+        numbers: those of this rank, ascending.
+        turns: bounds of the turns in which it takes them: while it takes `numbers[i]`, all ranks together take those
+            from `turns[i]` to below `turns[i + 1]`.
+        total: number of micro-batches of all ranks.
+        empty: number of slots without samples, after the others, in which the rank only joins collectives.
     """
-    start = consumed_samples + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size
-    return range(start, start + micro_batch_size)
+
+    numbers: Sequence[int]
+    turns: Sequence[int]
+    total: int
+    empty: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of this rank, the empty ones included."""
+        return len(self.numbers) + self.empty
+
+    def samples(self, consumed_samples: int, micro_batch_size: int) -> list[range]:
+        """Return the global sample ids of this rank's micro-batches in the step that starts at `consumed_samples`."""
+        firsts = (consumed_samples + number * micro_batch_size for number in self.numbers)
+        return [range(first, first + micro_batch_size) for first in firsts]
+
+
+def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> Deal:
+    """Return a rank's part of a step in which ranks take turns, and all have as many micro-batches.
+
+    `replicas`: the number of equal blocks of ranks, each of which has consecutive micro-batches.
+    """
+    size, length = ranks // replicas, micro_batches // replicas
+    replica, rank = divmod(rank, size)
+    start, end = replica * length, (replica + 1) * length
+    return Deal(range(start + rank, end, size), range(start, end + 1, size), micro_batches)

@@ -44,9 +44,8 @@ def layout_line(trainer: Summarized) -> str:
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if (instances := trainer.optimizer.options.instances) > 1:
         zero += f" in {instances} instances"
-    count = trainer.num_micro_batches(trainer.task.batch_size.final)
-    micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
+    shares = trainer.shares.description(trainer.task.batch_size.final // trainer.config.training.micro_batch_size)
+    return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {shares}"
 
 
 def training_line(trainer: Summarized) -> str:

@@ -55,7 +55,7 @@ from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
-from megalite.training.data import RunData
+from megalite.training.data import RunData, Shares
 from megalite.training.room_on_host import require_room_on_host
 
 
@@ -70,14 +70,21 @@ def make_loader(
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
-        data_parallel_rank=mesh.coordinate("dp"),
-        data_parallel_size=mesh.size("dp"),
         vocab_size=data.tokenizer.vocab_size,
-        replicas=config.synchronization.replicas(mesh.size("dp")),
         num_workers=config.data.num_workers,
         verification=data.verification,
         routing=routing,
     )
+
+
+def make_shares(config: TaskConfig, mesh: ParallelMesh) -> Shares:
+    """Return the shares of the data-parallel ranks in the micro-batches of a step."""
+    ranks = mesh.size("dp")
+    if config.parallel.data_parallel_shares is not None:
+        from megalite.training.unequal_shares import make_unequal_shares
+
+        return make_unequal_shares(config, mesh)
+    return Shares(mesh.coordinate("dp"), ranks, config.synchronization.replicas(ranks))
 
 
 def model_dtype(config: TaskConfig) -> torch.dtype:

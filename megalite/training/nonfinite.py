@@ -181,7 +181,7 @@ def _describe_cause(
     if any(report.finding for report in second):
         replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
         affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
-        total = mesh.size("dp") * len(step.micro_batches)
+        total = step.batch_size // len(step.micro_batches[0].sample_ids)
         return f"{_describe_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)

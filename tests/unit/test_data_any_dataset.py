@@ -29,6 +29,7 @@ from torch.utils.data import (
 from megalite.data.any_dataset import AnyDatasetLoader, Batch, SampleSource, _checksum, check
 from megalite.data.sample_source import seed_generators
 from megalite.errors import DataError
+from tests.harness.dealt import Dealt
 
 
 class Numbered:
@@ -86,8 +87,8 @@ def source(dataset: Any, **arguments: Any) -> SampleSource:
     return SampleSource.of(dataset, **({"seed": 7, "collate": as_list} | arguments))
 
 
-def loader(samples: SampleSource, micro: int = 2, rank: int = 0, ranks: int = 1) -> AnyDatasetLoader:
-    return AnyDatasetLoader(samples, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=ranks)
+def loader(samples: SampleSource, micro: int = 2, rank: int = 0, ranks: int = 1) -> Dealt:
+    return Dealt(AnyDatasetLoader(samples, micro_batch_size=micro), rank, ranks)
 
 
 def rows_of(batches: list[Batch]) -> dict[int, Any]:
