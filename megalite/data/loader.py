@@ -74,7 +74,7 @@ class MicroBatchLoader:
             next_step = consumed_samples + deal.total * self.micro_batch_size
             self._ahead = self._submit(deal.samples(next_step, self.micro_batch_size))
             read = [ready[samples].result() for samples in wanted]
-        return read + [_emptied(read[-1])] * deal.empty if deal.empty else read
+        return read + [emptied(read[-1])] * deal.empty if deal.empty else read
 
     def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
         if self._executor is None:
@@ -132,7 +132,7 @@ class MicroBatchLoader:
         self.close()
 
 
-def _emptied(fields: MicroBatchArrays) -> MicroBatchArrays:
+def emptied(fields: MicroBatchArrays) -> MicroBatchArrays:
     """Return a micro-batch whose tokens are all padding."""
     nothing, everything = np.zeros_like(fields["loss_mask"]), np.ones(fields["tokens"].shape, bool)
     return MicroBatchArrays(**{**fields, "loss_mask": nothing, "padding": everything, "replayed": None})

@@ -118,12 +118,14 @@ class UnequalShares(Shares):
     def check(self, schedules: ProvedSchedules, slots: Collection[int]) -> None:
         """Prove that ranks with these numbers of slots reduce the chunks of a stage in one order.
 
-        Their reductions, which are all that such ranks share, then meet. Raises ScheduleError.
+        Their reductions, which are all that such ranks share, then meet. Ranks that reduce each micro-batch together
+        have equal lists, which are proved as ever. Raises ScheduleError.
         """
         orders = {
             number: [each.chunk for each in schedules.training(number) if each.kind == "R"] for number in sorted(slots)
         }
-        if self._together < self.ranks and len({tuple(order) for order in orders.values()}) > 1:
+        once = all(len(set(order)) == len(order) for order in orders.values())
+        if once and len({tuple(order) for order in orders.values()}) > 1:
             raise ScheduleError(
                 f"{FLAG}: ranks with {' and '.join(map(str, orders))} micro-batches would reduce the gradients of "
                 "their stages in different orders: leave out --overlap-grad-reduce, or take another schedule"

@@ -127,6 +127,7 @@ class Cell:
     overlap: str = "none"
     recompute: str = "none"
     micro_batch_size: int = 1
+    shares: tuple[int, ...] | None = None  # micro-batches of each data-parallel rank; None: all have as many
     fused_loss: bool = False  # fused with the output layer
     # the data
     samples: int = 4  # per step, over all ranks
@@ -205,7 +206,7 @@ class Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, compiled=None, infinity_on=None).on_device()
+        return replace(self, **plain, shares=None, compiled=None, infinity_on=None).on_device()
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
