@@ -63,7 +63,8 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
         workers = config.synchronization.workers(world_size)
-        size = schedule[-1][1] if schedule else training.micro_batch_size * _share_unit(config.parallel, workers)[0]
+        least = training.micro_batch_size * least_micro_batches(config.parallel, workers)
+        size = schedule[-1][1] if schedule else least
         config = replace(config, training=replace(training, global_batch_size=size))
     validate(config, world_size)
     return config
@@ -231,7 +232,7 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
             yield from problems
             return
     unit, words = _share_unit(parallel, world_size)
-    batch = training.global_batch_size or training.micro_batch_size * unit
+    batch = training.global_batch_size or training.micro_batch_size * least_micro_batches(parallel, world_size)
     sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
     if training.rampup_batch_size is not None:
         start, increment, _ = training.rampup_batch_size
@@ -262,6 +263,11 @@ def _share_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:
         return batch_unit(parallel, world_size)
     copies = max(parallel.data_parallel_size(world_size), 1)
     return copies, f"{copies} data-parallel ranks"
+
+
+def least_micro_batches(parallel: ParallelConfig, world_size: int) -> int:
+    """Return the least number of micro-batches in a step, with at least one for each data-parallel rank."""
+    return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size))
 
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -194,12 +194,12 @@ class MeasuredShares(UnequalShares):
         )
 
     def saved(self) -> dict[str, Any]:
-        return {SECTION: list(self.shares)}
+        return {SECTION: {"micro_batches": list(self.shares)}}
 
     def restore(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        found = saved.get(SECTION)
-        if found is None:
+        if SECTION not in saved:
             return ()
+        found = saved[SECTION].get("micro_batches")
         fits = isinstance(found, list) and all(type(count) is int and count > 0 for count in found)
         if not fits or len(found) != self.ranks or sum(found) != self._micro_batches:
             return (
