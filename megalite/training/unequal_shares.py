@@ -197,6 +197,7 @@ class MeasuredShares(UnequalShares):
         return {SECTION: {"micro_batches": list(self.shares)}}
 
     def restore(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take the shares in force from a checkpoint's configuration, if they fit. Returns notes."""
         if SECTION not in saved:
             return ()
         found = saved[SECTION].get("micro_batches")
