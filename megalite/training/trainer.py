@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -46,6 +46,9 @@ from megalite.training.resume import ResumePoint, check_optimizers, check_schedu
 from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision
+
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
 
@@ -54,7 +57,12 @@ class Trainer:
     """Training state of this rank. The loop (loop.py) decides when to step, to evaluate and to save.
 
     The position in the data and the learning rate depend on `consumed_samples` alone.
+
+    Attributes:
+        decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
+
+    decisions: Sequence[Decision] = ()
 
     def __init__(
         self,
