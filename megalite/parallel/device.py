@@ -32,6 +32,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def finish_stream(device: torch.device) -> None:
+    """Wait until the device has finished what the current stream has queued; messages of other ranks may be on their
+    way. A no-op on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
