@@ -52,6 +52,7 @@ _FLAG = "--drop-stragglers-after"
 _COMPUTATIONS = ("F", "B", "I", "W")
 _MEDIAN_OF = 16
 """Number of a pipeline's last whole steps whose median time is the unit of the limit."""
+_LEFT_OUT = "left_out_samples"
 _VOTE = re.compile(rb"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})")
 
 
@@ -250,13 +251,14 @@ class LateRanksTrainer(Trainer):
                     f"{each.group}, so nobody is late alone: leave out the flag, or let only ranks of the same samples "
                     "meet there"
                 )
-        names = ", ".join(term.name for term in self.terms)
-        if len(self.terms) > 1:
+        differentiated = [term for term in self.terms if term.weight]
+        names = ", ".join(term.name for term in differentiated)
+        if len(differentiated) != 1:
             raise ConfigurationError(
-                f"{_FLAG} {self.after:g}: without the samples of late ranks a loss of one term is divided by another "
-                f"count; this network has {names}: leave out the flag, or all terms but one"
+                f"{_FLAG} {self.after:g}: without the samples of late ranks, gradients of one term are divided by "
+                f"another count; this network has {names}: leave out the flag, or all terms but one"
             )
-        if "dp" not in self.terms[0].count_axes:
+        if "dp" not in differentiated[0].count_axes:
             raise ConfigurationError(
                 f"{_FLAG} {self.after:g}: the count of {names} is not summed over data-parallel ranks: leave out the "
                 "flag"
@@ -315,26 +317,25 @@ class LateRanksTrainer(Trainer):
             if left_out:
                 self.decisions = self._gathered(step, gradients)
             self.board.forget()
-        (expected,), (true,) = gradients.counts.values(), counts.values()
+        name = next(term.name for term in gradients.terms if term.weight)
+        expected, true = gradients.counts[name], counts[name]
         # Gradients are of sum / expected, and the optimizer divides them by the loss scale once.
         scale = gradients.loss_scale * true / expected if true and expected else gradients.loss_scale
-        figures = {**figures, "left_out_samples": left_out}
+        figures = {**figures, _LEFT_OUT: left_out}
         metrics = super().update(replace(gradients, counts=counts, loss_scale=scale), figures)
         trained = gradients.batch_size - left_out
         throughput = self.task.throughput(trained, metrics.iteration_time_s)
         return replace(metrics, loss_scale=gradients.loss_scale, throughput=throughput)
 
     def _trained(self, step: _Step, gradients: Gradients) -> tuple[Totals, int]:
-        """Return the count of the loss over what all ranks have trained on, and the number of samples left out."""
-        (term,), device = gradients.terms, self.mesh.device
-        trained = gradients.micro_batches[: step.border]
-        own = loss_terms.counted([term], trained, device).get(term.name, torch.zeros((), dtype=torch.float64))
-        # Ranks that share samples, as those of context parallelism, count each for a part.
-        parts = self.mesh.size(*term.count_axes) // self.mesh.size("dp")
-        left_out = sum(map(len, _left_out(step, gradients))) / parts
-        numbers = torch.stack([own.to(device), own.new_tensor(left_out).to(device)])
-        count, left_out = collectives.all_reduce_(numbers, self.mesh.group(*term.count_axes)).tolist()
-        return {term.name: count}, round(left_out)
+        """Return the counts of the loss over what all ranks have trained on, and the number of samples left out."""
+        axes = next(term.count_axes for term in gradients.terms if term.weight)
+        parts = self.mesh.size(*axes) // self.mesh.size("dp")  # ranks that have the same samples
+        own = dict(loss_terms.counted(gradients.terms, gradients.micro_batches[: step.border], self.mesh.device))
+        own[_LEFT_OUT] = torch.tensor(sum(map(len, _left_out(step, gradients))) / parts, dtype=torch.float64)
+        terms = [*gradients.terms, LossTerm(_LEFT_OUT, loss_terms.no_count, count_axes=axes)]
+        counts = dict(loss_terms.total_counts(terms, own, self.mesh))  # in the message of the loss
+        return counts, round(counts.pop(_LEFT_OUT))
 
     def _gathered(self, step: _Step, gradients: Gradients) -> list[Decision]:
         """Return the decisions of all pipelines, where leaders meet: a line for each that is late."""
