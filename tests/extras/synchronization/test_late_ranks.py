@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import CommunicationError
-from megalite.extras.synchronization.late_ranks import Board, Vote
+from megalite.extras.synchronization.late_ranks import Board, LateRanksTrainer, Vote, _Step
 from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline.schedules import Action
 from megalite.torch_internals import HashStore
 from megalite.training.data import open_data
 from megalite.training.ledger import Decision
@@ -43,7 +46,7 @@ from tests.initial_weights import Network
 from tests.oracle import Oracle, loss_sum_and_count
 
 STEPS, BATCH, LENGTH, VOCABULARY, RATE = 4, 12, 12, 29, 0.02
-SECONDS = 90.0  # ranks that do not agree wait for each other for ever
+SECONDS = 60.0  # ranks that do not agree wait for each other for ever
 PLAIN = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}
 --make-vocab-size-divisible-by 4 --num-layers 4 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24
 --seq-length {LENGTH} --max-position-embeddings {LENGTH} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0
@@ -135,6 +138,7 @@ def told(decision: Decision) -> list[int]:
         (4, 2, f"--pp 2 --pipeline-schedule zb-h1 --use-distributed-optimizer {OVERLAP}"),
         (4, 2, f"--cp 2 {OVERLAP}"),
     ],
+    ids=["plain", "overlap", "zero 1", "three", "tp", "1f1b", "interleaved", "zb-v", "zb-h1", "cp"],
 )
 def test_the_rest_is_trained_as_by_one_process(world_size: int, copies: int, flags: str, rank_pools: RankPools) -> None:
     plan = THREE if copies == 3 else TWO
@@ -152,6 +156,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type 
         (4, "--cp 2 --pp 1 --use-distributed-optimizer --num-distributed-optimizer-instances 2 --optimizer muon"),
         (2, "--cpu-offloading-num-layers 2 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"),
     ],
+    ids=["experts", "experts of a pipeline", "muon in instances", "offloading"],
 )
 def test_the_rest_is_trained_as_if_the_others_did_not_count(world_size: int, flags: str, rank_pools: RankPools) -> None:
     """One process computes these samples, too, and their loss has no weight."""
@@ -185,6 +190,57 @@ def masked(flags: str, plan: Plan) -> tuple[list[float], dict[str, Tensor]]:
 def test_a_loss_scale_is_recorded_as_it_was(rank_pools: RankPools) -> None:
     """The gradients are divided by it once, and by the count of what was trained on."""
     check(rank_pools(2).run_within(SECONDS, run_steps, FLAGS, TWO, STEPS, 1024.0), TWO, 2, 1024.0)
+
+
+class Taken:
+    """A running step that notes what is executed."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+
+    def execute(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def wait_for_message(self, action: Action) -> None:
+        raise AssertionError("nobody asks for it")
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_all_ranks_of_a_pipeline_leave_out_the_same(leads: bool) -> None:
+    """Each asks once before it begins a micro-batch, the first rank by its clock, the others that one's decision."""
+    decisions = board()
+    decisions.vote(5, Vote(1.0, 0.5))
+    clock = iter([0.0, 1.9, 2.0, 2.1])
+    trainer = SimpleNamespace(
+        leads=leads,
+        has_followers=True,
+        pipeline=1,
+        after=2.0,
+        mesh=ParallelMesh(),
+        board=decisions,
+        clock=lambda: next(clock),
+        decided=lambda step, micro_batch: decisions.decided(step, 1, micro_batch),
+    )
+    step = _Step(cast(LateRanksTrainer, trainer), 5, None)
+    if leads:
+        step.began = trainer.clock()
+    else:
+        for micro_batch in range(3):
+            decisions.decide(5, 1, micro_batch, is_late=micro_batch == 2)
+    listed = [Action(kind, number, chunk) for number in range(4) for chunk in (0, 1) for kind in ("F", "I", "W", "R")]
+    taken = Taken()
+    for action in listed:
+        step.execute(action, taken)
+    assert step.border == 2
+    late = [action for action in listed if action.micro_batch >= 2 and action.kind != "R"]
+    assert [before for before, after in zip(listed, taken.actions, strict=True) if before != after] == late
+    assert all(f"skip {a.kind}" == b.kind for a, b in zip(listed, taken.actions, strict=True) if a in late)
+    if leads:
+        assert [decisions.decided(5, 1, micro_batch) for micro_batch in range(3)] == [False, False, True]
+        assert step.why == (
+            "2.100 s before micro-batch 2; the limit is 2.000 s: the 1.000 s of the first pipeline, and 2 x its median "
+            "of 0.500 s"
+        )
 
 
 def test_old_votes_and_decisions_are_deleted(rank_pools: RankPools) -> None:
