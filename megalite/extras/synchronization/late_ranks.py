@@ -58,7 +58,7 @@ _VOTE = re.compile(rb"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})")
 
 @dataclass(frozen=True)
 class Vote:
-    """What the pipeline that is done first tells the others: its seconds, and the median of its last steps."""
+    """Message of the pipeline that is done first: its seconds in the step, and the median of its last steps."""
 
     seconds: float
     median: float

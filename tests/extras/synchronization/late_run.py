@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a rank returns."""
+    """Result of a rank."""
 
     metrics: Sequence[StepMetrics]
     decisions: Sequence[Sequence[Decision]]

@@ -57,7 +57,7 @@ NETWORK = Network(
     layers=4, hidden=16, heads=2, groups=2, head_dim=8, ffn=24, vocabulary=VOCABULARY, std=0.2, positions=LENGTH
 )
 TWO: Plan = {2: {1: 2}, 3: {0: 5}, 4: {1: 0}}
-"""Of two pipelines, one leaves out most of its micro-batches, then the other its last one, then the first all."""
+"""Two pipelines: one leaves out most of its micro-batches, then the other its last one, then the first all."""
 THREE: Plan = {2: {1: 1, 2: 3}, 4: {0: 0, 2: 2}}
 OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 2000"
 
