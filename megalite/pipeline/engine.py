@@ -252,7 +252,7 @@ class _Step(Generic[MicroBatch]):
                 self.gradients.reduce(action.chunk, action.micro_batch + 1)
         elif kind.startswith("receive"):
             self._receive(action)
-        elif kind.startswith("skip"):
+        elif kind[:4] == "skip":
             self._skip(action)
         elif kind.startswith("send"):
             self._send(action)

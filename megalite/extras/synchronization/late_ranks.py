@@ -40,7 +40,7 @@ from megalite.pipeline.schedules import Action, Kind
 from megalite.storage import AnyPath
 from megalite.torch_internals import PrefixStore, Store, default_store
 from megalite.training import loss_terms
-from megalite.training.gradients import Gradients
+from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.ledger import Decision, ranges
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
@@ -78,13 +78,13 @@ class Board:
 
     def vote(self, step: int, vote: Vote) -> None:
         """Vote, unless another has been first."""
-        with _asking(f"the vote of run {step}"):
+        with _asking(f"the vote in step {step} since the start"):
             self._store.compare_set(f"{step}", "", f"{vote.seconds:.6f} {vote.median:.6f}")
         self._written.append(f"{step}")
 
     def first(self, step: int) -> Vote | None:
         """Return the vote of a step; None if there is none yet."""
-        what = f"the vote of run {step}"
+        what = f"the vote in step {step} since the start"
         with _asking(what):
             if not self._store.check([f"{step}"]):
                 return None
@@ -155,7 +155,7 @@ class OrderedReduction(Reduction):
 
 @dataclass
 class _Step(StepObserver):
-    """A step of this rank that may leave out micro-batches."""
+    """A step of this rank that may leave out micro-batches. `number`: that of the steps begun since the start."""
 
     trainer: LateRanksTrainer
     number: int
@@ -231,7 +231,7 @@ class LateRanksTrainer(Trainer):
         mesh, after = self.mesh, config.synchronization.drop_stragglers_after
         assert after is not None
         self.after, self.clock = after, time.monotonic
-        self.pipeline, self.runs = mesh.coordinate("dp"), 0
+        self.pipeline, self.begun = mesh.coordinate("dp"), 0
         self.leads = not any(mesh.coordinate(axis) for axis in ("pp", "cp", "tp"))
         self.has_followers = mesh.size("pp", "cp", "tp") > 1
         self._check()
@@ -274,9 +274,9 @@ class LateRanksTrainer(Trainer):
         observer: StepObserver | None = None,
     ) -> Gradients:
         """Compute the gradients of one global batch, without the micro-batches for which this rank is late."""
-        self.runs, self._step = self.runs + 1, None
-        if self.runs > 1 and terms is None and multipliers is dict and self.mesh.is_connected:
-            self._step = observer = _Step(self, self.runs, observer)
+        self.begun, self._step = self.begun + 1, None
+        if self.begun > 1 and terms is None and multipliers is dict and self.mesh.is_connected:
+            self._step = observer = _Step(self, self.begun, observer)
         gradients = super().forward_backward(micro_batches, terms, multipliers, observer)
         if self._step is None:
             return gradients
@@ -285,7 +285,7 @@ class LateRanksTrainer(Trainer):
         if self.leads:
             self._seconds.append(self._step.seconds())
             if self._step.first is None:
-                self.board.vote(self.runs, Vote(self._seconds[-1], statistics.median_low(self._seconds)))
+                self.board.vote(self.begun, Vote(self._seconds[-1], statistics.median_low(self._seconds)))
         return gradients
 
     def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
@@ -311,7 +311,7 @@ class LateRanksTrainer(Trainer):
         step, self._step = self._step, None
         if step is None:
             return super().update(gradients, figures)
-        with self.sections(OPTIMIZER):
+        with undone_by_error(gradients.before), self.sections(OPTIMIZER):
             self.optimizer.finish_parameter_gather()  # no forward may have waited for it
             counts, left_out = self._trained(step, gradients)
             if left_out:

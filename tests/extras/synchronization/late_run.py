@@ -67,7 +67,7 @@ def step(trainer: LateRanksTrainer, late: Mapping[int, int]) -> StepMetrics:
     """Run a step in which these pipelines are late, by the vote of one that has been done after a second."""
     trainer.clock = Clock(late.get(trainer.pipeline) if trainer.leads else None)
     if late and trainer.leads:
-        trainer.board.vote(trainer.runs + 1, Vote(1.0, 0.5))
+        trainer.board.vote(trainer.begun + 1, Vote(1.0, 0.5))
     return trainer.step()
 
 
@@ -158,7 +158,7 @@ def own_model(late: Mapping[int, Mapping[int, int]], steps: int, bucket_size: in
         for number in range(1, steps + 1):
             trainer.clock = Clock(late.get(number, {}).get(trainer.pipeline))
             if number in late:
-                trainer.board.vote(trainer.runs + 1, Vote(1.0, 0.5))
+                trainer.board.vote(trainer.begun + 1, Vote(1.0, 0.5))
             losses.append(run.step()["loss"])
         return losses, [each.detach().clone() for each in trainer.network.parameters()]
 

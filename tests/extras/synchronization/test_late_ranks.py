@@ -340,7 +340,7 @@ def test_a_vote_of_another_form_is_refused(text: str) -> None:
     votes = board()
     votes._store.set("2", text)
     with pytest.raises(
-        CommunicationError, match=r"^--drop-stragglers-after: the vote of run 2 in the store .* is b'"
+        CommunicationError, match=r"^--drop-stragglers-after: the vote in step 2 since the start in the store .* is b'"
     ) as e:
         votes.first(2)
     assert len(str(e.value)) < 300
