@@ -52,7 +52,7 @@ def test_a_line_is_a_decision_and_on_disk_at_once(tmp_path: Path) -> None:
 def test_a_resume_leaves_one_trajectory(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, 0) as ledger:
-        for step in (2, 3, 3, 5):
+        for step in (2, 3, 3, 4, 5):
             ledger.write(step, [LATE])
     path.write_text(path.read_text() + '{"step": 6, "ki')  # killed in the middle of a line
     with Ledger(path, 3) as ledger:
