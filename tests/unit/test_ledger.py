@@ -17,6 +17,7 @@ import megalite
 from megalite.errors import CheckpointError
 from megalite.storage import open_directory
 from megalite.training.ledger import Decision, Ledger, ranges
+from tests.harness.object_store import ObjectStore
 
 LATE = Decision("late", [1], [(4, 5), (12, 13)], "left out", "2.5 s, the limit is 2.0")
 
@@ -84,7 +85,8 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
 
 
 def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path) -> None:
-    path, file = open_directory(f"objects://{tmp_path}/run/ledger.jsonl"), tmp_path / "run" / "ledger.jsonl"
+    file = tmp_path / "run" / "ledger.jsonl"
+    path = open_directory(f"{ObjectStore.protocol}://{file}")
     with Ledger(path, 0) as ledger:
         for step in (1, 2, 3):
             ledger.write(step, [LATE])
