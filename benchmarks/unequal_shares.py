@@ -90,8 +90,7 @@ def measure(rank: int, steps: int, layers: int) -> None:
     with mock.patch.object(ComputeTimes, "take", kept):
         equal = median()
         before = trainer.shares.deal(MICRO_BATCHES)
-        note = trainer.shares.balance()
-        trainer.prove_steps()
+        decision = trainer.balance()
         auto = median()
     found = collectives.all_gather_json(
         [own[0], len(before.numbers), len(trainer.shares.deal(MICRO_BATCHES).numbers)], trainer.mesh
@@ -99,7 +98,7 @@ def measure(rank: int, steps: int, layers: int) -> None:
     run.close()
     if rank:
         return
-    print(note)
+    print(decision and decision.why)
     of_equal = max(simulated(count, seconds) for seconds, count, _ in found)
     of_auto = max(simulated(count, seconds) for seconds, _, count in found)
     rest = equal - of_equal

@@ -50,7 +50,7 @@ _REFUSED = {
     "logging": "log_validation_ppl_to_tensorboard",
     "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
-    "num_servers max_staleness backup_workers drop_stragglers_after",
+    "num_servers max_staleness backup_workers",
 }
 
 
@@ -196,7 +196,10 @@ def _check_several(config: TaskConfig, settings: Mapping[str, Any]) -> None:
     if config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigurationError("several optimizers update models of one stage: leave out Layout(pp=...)")
     if not config.synchronization.is_plain:
-        raise ConfigurationError("several optimizers reduce gradients in the plain way: leave out what compresses them")
+        raise ConfigurationError(
+            "several optimizers reduce gradients in the plain way: leave out what compresses them, or "
+            "drop_stragglers_after"
+        )
     for name in settings:
         if fields_by_name()[name].section == "optimizer":
             raise ConfigurationError(f"{name}=... is of a single optimizer: give it to each of several")

@@ -151,6 +151,15 @@ class Accumulator:
         if self._outstanding == 0 and (self._overlap or self._stage >= 2) and not self._allow_unused:
             self._launch_reduction()
 
+    def leave_out(self) -> None:
+        """Take the gradients of one micro-batch as zeros that have arrived, under ZeRO 0 and 1."""
+        self._fill_in_zeros()
+        for parameter, use in self._arrived:
+            self._arrived[parameter, use] += self.uses[use].times
+        self._outstanding -= self.gradients_per_micro_batch
+        if self._outstanding == 0 and self._overlap and not self._allow_unused:
+            self._launch_reduction()
+
     def _allocate(self) -> None:
         self._finish_round()
         for flat in self.flats.values():

@@ -51,6 +51,14 @@ def seconds_between(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1000
 
 
+def finish_stream(device: torch.device) -> None:
+    """Wait until the device has finished what the current stream has queued; messages of other ranks may be on their
+    way. A no-op on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

@@ -43,6 +43,9 @@ class GradientReceiver(Protocol):
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Start the reductions of a chunk's gradients that are due after this many micro-batches."""
 
+    def leave_out(self, chunk: int) -> None:
+        """Take the gradients of a micro-batch in a chunk as zeros that have arrived."""
+
 
 class RunningStep(Protocol):
     """Interface of a running step for observers."""
@@ -249,6 +252,8 @@ class _Step(Generic[MicroBatch]):
                 self.gradients.reduce(action.chunk, action.micro_batch + 1)
         elif kind.startswith("receive"):
             self._receive(action)
+        elif kind[:4] == "skip":
+            self._skip(action)
         elif kind.startswith("send"):
             self._send(action)
         else:
@@ -324,6 +329,19 @@ class _Step(Generic[MicroBatch]):
         with self.gradients.deferring(action.chunk) as deferred:
             self._backward(action)
         self._deferred[action.chunk, action.micro_batch] = deferred
+
+    def _skip(self, action: Action) -> None:
+        """Compute nothing: drop what arrives, pass zeros on, and count the gradients as arrived."""
+        chunk, kind = self.engine.chunks[action.chunk], action.kind[-1]
+        way, forth = ("F", True) if kind == "F" else ("B", False)
+        takes, passes = (chunk.takes, chunk.passes) if forth else (chunk.gets_back, chunk.gives_back)
+        if takes and kind != "W":
+            self._arrived(way, action)
+        if passes and kind != "W":
+            zeros = [torch.zeros(each.shape or (), dtype=each.dtype, device=self.engine.device) for each in passes]
+            self._pass_on(way, action, zeros, chunk.stage + (1 if forth else -1))
+        if kind in ("B", "W") and self.gradients is not None:
+            self.gradients.leave_out(action.chunk)
 
     # ------------------------------------------------------------------------------------------------ messages
 

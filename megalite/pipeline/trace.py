@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megalite.errors import DataError
-from megalite.pipeline.schedules import Action, Kind
+from megalite.pipeline.schedules import Action, Listed
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
@@ -99,7 +99,7 @@ def _span(event: Mapping[str, Any], stages: Stages) -> tuple[int, Span]:
     arguments = {name: value for name, value in event["args"].items() if name != "stage"}
     action, rank = Action(**arguments), event["pid"]
     start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
-    known = action.kind in get_args(Kind) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
+    known = action.kind in get_args(Listed) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
     if not (known and action.micro_batch >= 0 and 0 <= start <= end < LONGEST):
         raise ValueError(f"{event['name']} of rank {rank} is impossible")
     return rank, Span(action, start, end)

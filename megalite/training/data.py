@@ -77,9 +77,9 @@ class Shares:
         return f"{own} micro-batch{'' if own == 1 else 'es'} per rank"
 
     def balance(self) -> str | None:
-        """Take other shares, if measured times ask for them. Called by all ranks together, before a save.
+        """Take other shares, if measured times ask for them. Called by all ranks together.
 
-        Returns a message, the same on all ranks, or None if they stay.
+        Returns the new ones in words, with the reason, the same on all ranks, or None if they stay.
         """
         return None
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -47,6 +47,9 @@ from megalite.training.resume import ResumePoint, check_optimizers, check_schedu
 from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision
+
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
 
@@ -55,7 +58,12 @@ class Trainer:
     """Training state of this rank. The loop (loop.py) decides when to step, to evaluate and to save.
 
     The position in the data and the learning rate depend on `consumed_samples` alone.
+
+    Attributes:
+        decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
+
+    decisions: Sequence[Decision] = ()
 
     def __init__(
         self,
@@ -291,6 +299,19 @@ class Trainer:
         """Return the number of micro-batches of this rank in a step of `batch_size` samples."""
         return self.deal(batch_size).slots
 
+    def balance(self) -> Decision | None:
+        """Take the shares that measured times ask for. Returns the decision if there are others.
+
+        Called by all ranks together, between two steps, before a save.
+        """
+        why = self.shares.balance()
+        if why is None:
+            return None
+        from megalite.training.ledger import Decision
+
+        self.prove_steps()
+        return Decision("shares", list(range(self.shares.ranks)), (), "trained", why)
+
     def prove_steps(self) -> Sequence[int]:
         """Prove the steps of all ranks. Returns the numbers of their micro-batches. Called by all ranks together."""
         micro_batch_size = self.config.training.micro_batch_size
@@ -313,9 +334,6 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
-        if (note := self.shares.balance()) is not None:
-            self.prove_steps()
-            display.message(note)
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
         self.checkpoints.save(self._training_state(), {**config, **self.shares.saved()}, display, last=last)
 

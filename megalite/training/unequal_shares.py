@@ -171,10 +171,7 @@ class MeasuredShares(UnequalShares):
         return list(self.shares) if exact else [count for count in blocks for _ in range(self._together)]
 
     def balance(self) -> str | None:
-        """Take the shares that the measured times ask for. Called by all ranks together, before a save.
-
-        Returns a message, the same on all ranks, if they are others than before.
-        """
+        """Take the shares that the measured times ask for."""
         own = torch.tensor([self._times.take()], dtype=torch.float64, device=self._mesh.device)
         measured = collectives.all_gather(own, self._mesh.world()).tolist()
         seconds = [0.0] * self.ranks
@@ -189,8 +186,8 @@ class MeasuredShares(UnequalShares):
             return None
         self.shares = after
         return (
-            f"data-parallel shares: {self.description(self._micro_batches)} from the next step on, after measured "
-            f"{_times(seconds)} per micro-batch: {1 - then / now:.0%} less time per step"
+            f"{self.description(self._micro_batches)} from the next step on, after measured {_times(seconds)} per "
+            f"micro-batch: {1 - then / now:.0%} less time per step"
         )
 
     def saved(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.run.evaluation import evaluate
 from megalite.training.data import open_data
 from megalite.training.display import Display
+from megalite.training.ledger import Decision
 from megalite.training.resume import find_resume_point
 from megalite.training.unequal_shares import SECTION, ComputeTimes
 from tests.distributed.layout_expected import assemble
@@ -49,6 +50,7 @@ class OfRank:
     weights: list[Held]
     shares: tuple[int, ...]
     notes: tuple[str, ...]
+    decisions: list[Decision | None]
 
 
 def train(flags: str, steps: int, *, save_at: int = 0, measured: dict[int, float] | None = None) -> OfRank:
@@ -64,7 +66,7 @@ def train(flags: str, steps: int, *, save_at: int = 0, measured: dict[int, float
     point = find_resume_point(config.checkpoint, mesh)
     for path in point.candidates.paths[:1]:
         trainer.load(path, checkpoint.check_whole(path, mesh), point)
-    losses, samples = [], []
+    losses, samples, decisions = [], [], []
     taken = mock.patch.object(ComputeTimes, "take", return_value=(measured or {}).get(rank, 0.0))
     with trainer.loader, taken:
         while trainer.iteration < steps:
@@ -73,13 +75,14 @@ def train(flags: str, steps: int, *, save_at: int = 0, measured: dict[int, float
             losses.append(trainer.step(micro_batches).losses["lm_loss"])
             if trainer.iteration == save_at:
                 with Display(None, 1, enabled=False) as display:
+                    decisions.append(trainer.balance())
                     trainer.save(display, last=False)
     validation = evaluate(trainer)
     assert validation is not None
     with unsharded_parameters(trainer.optimizer):
         weights = held(trainer.network, mesh, lambda parameter: parameter)
     shares = tuple(getattr(trainer.shares, "shares", ()))
-    return OfRank(losses, validation["lm_loss"], samples, weights, shares, trainer.loaded.notes)
+    return OfRank(losses, validation["lm_loss"], samples, weights, shares, trainer.loaded.notes, decisions)
 
 
 def digests(ranks: list[OfRank]) -> list[list[bytes]]:
@@ -111,6 +114,11 @@ def test_measured_shares_change_at_saves_and_stand_in_the_checkpoint(tmp_path: P
     whole = rank_pools(2).run(train, flags, 4, save_at=2, measured={0: 1.0, 1: 2.0})
     assert [[len(samples) for samples in rank.samples] for rank in whole] == [[6, 6, 8, 8], [6, 6, 4, 4]]
     assert {rank.shares for rank in whole} == {(8, 4)}
+    for rank in whole:
+        (decision,) = rank.decisions
+        assert decision is not None
+        assert decision.why.startswith("8:4 micro-batches on the data-parallel ranks from the next step on")
+        assert json.loads(json.dumps(decision.record(2)))["source"] == [0, 1]
     manifest = json.loads((tmp_path / "iter_0000002" / "manifest.json").read_text())
     assert manifest["config"][SECTION] == {"micro_batches": [8, 4]}
     resumed = rank_pools(2).run(train, f"{flags} --load {tmp_path}", 4, measured={0: 5.0, 1: 1.0})
@@ -127,6 +135,7 @@ def test_times_within_two_percent_change_nothing(tmp_path: Path, rank_pools: Ran
     flags = f"--data-parallel-shares auto --save {tmp_path} --save-interval 2"
     found = rank_pools(2).run(train, flags, 3, save_at=2, measured={0: 1.0, 1: 1.15})
     assert found[0].shares == (6, 6)
+    assert found[0].decisions == [None]
 
 
 def test_shares_are_of_pipelines(tmp_path: Path, rank_pools: RankPools) -> None:
@@ -148,7 +157,7 @@ def shares_after_real_steps() -> tuple[int, ...]:
     with trainer.loader:
         for _ in range(3):
             trainer.step()
-        trainer.shares.balance()
+        trainer.balance()
     return tuple(getattr(trainer.shares, "shares", ()))
 
 
