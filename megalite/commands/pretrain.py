@@ -36,7 +36,8 @@ def main() -> int:
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
         ranks = place.world_size if single is None else single.world_size
-        arguments = replace(arguments, config=entry_point("with_stages")(arguments.config, ranks))
+        written, notes = entry_point("with_stages")(arguments.config, ranks)
+        arguments = replace(arguments, config=written, notes=(*arguments.notes, *notes))
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code

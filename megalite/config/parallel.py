@@ -87,7 +87,7 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = None
     """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
     repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline ranks in rounds. auto: such that all stages
-    take about as long, by predicted times, or with auto:FILE by those that profile-pipeline wrote."""
+    take about as long, by predicted times, or with auto:FILE by those of each rank that profile-pipeline wrote."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None

@@ -267,7 +267,8 @@ class Trainer:
         if recording is None or not isinstance(self.directory, Path):
             return None
         with self.sections(PROFILE):
-            return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
+            stages = self.schedules.stages
+            return write_recording(recording, stages, self.mesh, self.directory, self.iteration, self.chunks)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches per rank in a step of `batch_size` samples.

@@ -189,7 +189,7 @@ def with_letters(config: RunConfig, gpus: int, keep: Collection[str]) -> RunConf
         return replace(config, parallel=replace(config.parallel, pipeline_model_parallel_layout=None))
     from megalite.extras.planner.stage_layout import with_stages
 
-    return with_stages(config, gpus)
+    return with_stages(config, gpus)[0]
 
 
 def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequence[str]) -> Iterator[str]:
