@@ -117,6 +117,10 @@ class ParallelConfig:
     overlap-grad-reduce; one bucket without it (one per block under ZeRO 2 and 3)."""
     align_grad_reduce: bool = True
     """Let all pipeline ranks start to reduce a stage together, for overlap-grad-reduce with several stages per rank."""
+    device_classes: str | None = None
+    """File that describes devices that are not alike, by nodes (docs/planner.md): for layouts and flags by class."""
+    allow_mixed_groups: bool = False
+    """Let ranks that share each layer (TP, CP, EP) have devices of several classes of device-classes."""
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bf16 instead of fp32, which loses a part of more than 256 micro-batches; needs
     bf16."""

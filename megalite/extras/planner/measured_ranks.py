@@ -68,6 +68,7 @@ def read_measured_ranks(path: Path, model: ModelConfig, parallel: ParallelConfig
 
 
 def _of_seconds(path: Path, found: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> MeasuredRanks:
+    """Read the small form, with the seconds of each rank and the layout as letters."""
     seconds, layout = found["seconds"], found.get("layout")
     if found.keys() - {"seconds", "layout"} or not isinstance(layout, str):
         raise ConfigurationError(f'{_FLAG}{path}: give seconds and layout, such as "Ett|ttL", and no other key')
@@ -87,6 +88,7 @@ def _of_seconds(path: Path, found: Mapping[str, Any], model: ModelConfig, parall
 
 
 def _of_trace(path: Path, time_line: TimeLine, num_layers: int) -> MeasuredRanks:
+    """Add up the median seconds of each rank's stages."""
     stages = time_line.stages
     if stages.v_shaped and stages.chunks != 2:
         raise ConfigurationError(

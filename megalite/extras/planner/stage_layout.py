@@ -15,8 +15,8 @@ from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.dry_run import planned_kernels
 from megalite.extras.planner.measured_ranks import MeasuredRanks, read_measured_ranks
-from megalite.extras.planner.parts import Parts, part_records
-from megalite.extras.planner.records import PartRecord
+from megalite.extras.planner.part_costs import class_costs, priced
+from megalite.extras.planner.parts import part_records
 from megalite.extras.planner.split import PartCosts, letters, split, stage_costs
 from megalite.modules.balance import balance
 from megalite.pipeline.schedules import SCHEDULES, Kind, orders_of
@@ -28,16 +28,6 @@ _GPU = "H100-SXM"
 _FLAG = "--pipeline-model-parallel-layout"
 _MOST_SIMULATED = 256
 """Most micro-batches of a simulated step."""
-
-
-def priced(parts: Parts, config: RunConfig, prices: Prices) -> PartCosts:
-    """Return the seconds of the parts on a cluster."""
-
-    def seconds(part: PartRecord, *, of_layer: bool) -> float:
-        return sum(each.total for each in prices.passes(part, config, of_layer=of_layer))
-
-    layers = tuple(seconds(layer, of_layer=True) for layer in parts.layers)
-    return PartCosts(seconds(parts.embedding, of_layer=False), layers, seconds(parts.head, of_layer=False))
 
 
 @cache
@@ -79,14 +69,16 @@ def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[st
         return replace(config, parallel=changed)
 
     measured = read_measured_ranks(Path(file), config.model, without) if file else None
+    stages = Stages(parallel.pipeline_model_parallel_size, chunks, shape(without).v_shaped)
     known = resolve(with_letters(balanced(PartCosts(0.0, (1.0,) * layers, 0.0), count)), world_size)
     known = replace(known, model=replace(known.model, vocab_size=known_vocabulary(config)[0]))
+    if measured is None and parallel.device_classes is not None:
+        return with_letters(letters(split(class_costs(known), stages))), ()
     with planned_kernels(config.kernels):
         costs = priced(part_records(known), known, Prices(find_cluster(_GPU)))
     if measured is None:
         return with_letters(balanced(costs, count)), ()
     of_ranks = [costs * factor for factor in measured.factors(costs)]
-    stages = Stages(parallel.pipeline_model_parallel_size, chunks, shape(without).v_shaped)
     found = split(of_ranks, stages)
     return with_letters(letters(found)), tuple(_notes(file, known, world_size, measured, of_ranks, stages, found))
 

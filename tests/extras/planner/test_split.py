@@ -1,4 +1,5 @@
 """Splits of a network over pipeline ranks of unequal speed, beside every other split, and files of measured seconds."""
+
 from __future__ import annotations
 
 import json
