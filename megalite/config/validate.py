@@ -367,6 +367,9 @@ def _positions(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
+    """Yield each size that tensor-parallel ranks cannot divide, and what needs classes of devices."""
+    if config.parallel.device_classes is None:
+        yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     split = [("num-attention-heads", model.num_attention_heads)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
+from megalite.entry_points import entry_point
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
@@ -30,7 +31,7 @@ from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 
 _MATRICES = "matrices of layers"
 
@@ -80,6 +81,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
+        **_devices(trainer, task),
         **_synchronization(trainer),
         **_context(task),
         **_pipeline(trainer, task),
@@ -90,6 +92,15 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),
     }
+
+
+def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
+    """Return the classes of devices that are not alike, and what the slowest one costs, on the rank that shows it."""
+    config, mesh = task.config, trainer.mesh
+    if config.parallel.device_classes is None or mesh.rank != 0:
+        return {}
+    lines: dict[str, object] = entry_point("device_lines")(config, of_gpu=on_gpu(mesh.device))
+    return lines
 
 
 def _synchronization(trainer: Summarized) -> dict[str, object]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
+from megalite.entry_points import entry_point
 from megalite.model import gpt
 from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
@@ -92,6 +94,17 @@ def model_dtype(config: TaskConfig) -> torch.dtype:
     return dtype
 
 
+AnyConfig = TypeVar("AnyConfig", bound=TaskConfig)
+
+
+def config_of_rank(config: AnyConfig, rank: int) -> AnyConfig:
+    """Return the configuration of a rank: the run's, unless the class of the rank's device has flags of its own."""
+    if config.parallel.device_classes is None:
+        return config
+    found: AnyConfig = entry_point("config_of_rank")(config, rank)
+    return found
+
+
 def make_recompute(config: RunConfig) -> Recompute:
     training = config.training
     if training.recompute_granularity == "full":
@@ -127,7 +140,7 @@ def make_networks(
         parts,
         ends,
         sequence_parallel=config.parallel.sequence_parallel,
-        recompute=make_recompute(config),
+        recompute=make_recompute(config_of_rank(config, mesh.rank)),
         loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
         dtype=model_dtype(config),
         attention_ways=attention_ways(config.parallel),
@@ -261,7 +274,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
-        fraction_on_host=config.offload.fraction_on_host,
+        fraction_on_host=lambda rank: config_of_rank(config, rank).offload.fraction_on_host,
         own=optimizer,
         optimizers=optimizers,
     )
@@ -288,7 +301,7 @@ def make_optimizer(
     """
     synchronization = synchronization or Synchronization(mesh)
     options = replace(data_parallel(config, mesh, stages), allow_unused=allow_unused)
-    host = host_state(config.offload, mesh.device)
+    host = host_state(config_of_rank(config, mesh.rank).offload, mesh.device)
     if host is not None:
         on_host = host.transfers if config.offload.parameter_offload else None
         options = replace(options, overlap_arrival=host.overlap, slices_on_host=on_host)

@@ -278,7 +278,8 @@ class Trainer:
         if recording is None or not isinstance(self.directory, Path):
             return None
         with self.sections(PROFILE):
-            return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
+            stages = self.schedules.stages
+            return write_recording(recording, stages, self.mesh, self.directory, self.iteration, self.chunks)
 
     def deal(self, batch_size: int) -> Deal:
         """Return this rank's micro-batches of a step of `batch_size` samples.

@@ -13,6 +13,7 @@ import torch
 from megalite.config.run import TaskConfig
 from megalite.config.validate_shares import FLAG, batch_unit, given_shares, ranks_together
 from megalite.data.sampler import Deal
+from megalite.entry_points import entry_point
 from megalite.errors import ConfigurationError
 from megalite.parallel import collectives
 from megalite.parallel.device import seconds_between, time_mark
@@ -255,5 +256,6 @@ def make_unequal_shares(config: TaskConfig, mesh: ParallelMesh) -> UnequalShares
     shares, together = given_shares(parallel), ranks_together(parallel, mesh.world_size)
     if shares is None:
         assert training.global_batch_size is not None
-        return MeasuredShares(mesh, training.global_batch_size // training.micro_batch_size, together)
+        speeds = () if parallel.device_classes is None else entry_point("data_parallel_speeds")(parallel)
+        return MeasuredShares(mesh, training.global_batch_size // training.micro_batch_size, together, speeds)
     return UnequalShares(mesh.coordinate("dp"), shares, batch_unit(parallel, mesh.world_size)[0], together)

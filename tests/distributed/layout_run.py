@@ -277,7 +277,7 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
         optimizer_config(cell),
         zero_stage=options.zero_stage,
         instances=options.instances,
-        fraction_on_host=cell.on_host,
+        fraction_on_host=lambda rank: cell.on_host,
     )
 
 

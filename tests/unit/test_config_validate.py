@@ -256,6 +256,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--rotary-percent 0.3 of 4 channels per head leaves no pair to rotate",
         ),
         (
+            "--allow-mixed-groups",
+            "--allow-mixed-groups needs --device-classes",
+        ),
+        (
             "--overlap-param-gather --use-distributed-optimizer",
             "--overlap-param-gather needs --overlap-grad-reduce",
         ),
