@@ -37,8 +37,8 @@ class FeedForwardInParts:
             parts: number of parts, at most the number of tokens that a rank trains on.
         """
         self.norm, self.mlp, self.output_norm, self.site, self.parts = norm, mlp, output_norm, site, parts
-        self.run_part = self._run_part
-        """Runs a part: `compile_layers` compiles it."""
+        self.transform = self._transform
+        """Function of a part that `compile_layers` compiles."""
         for parameter in self._parameters():
             parameter.sharding = replace(parameter.sharding, uses=(Use(times=parts),))
 
@@ -47,8 +47,12 @@ class FeedForwardInParts:
 
         `probability`: that of the dropout.
         """
-        run = partial(self.run_part, context, probability)
         tokens = _split(len(hidden), min(self.parts, len(hidden)))
+
+        def run(part: Tensor, place: range) -> Tensor:
+            rows = between(context.rows, place.start, place.stop)
+            return dropout(self.transform(part, context), probability, context.key, self.site, rows)
+
         output: Tensor = _InParts.apply(hidden, run, tokens, *self._parameters())
         return output
 
@@ -56,16 +60,14 @@ class FeedForwardInParts:
         modules = [module for module in (self.norm, self.mlp, self.output_norm) if module is not None]
         return [each for module in modules for each in module.parameters() if isinstance(each, Parameter)]
 
-    def _run_part(self, context: LayerContext, probability: float, hidden: Tensor, tokens: range) -> Tensor:
-        """Return the branch of these tokens.
+    def _transform(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Return the branch of a part before dropout.
 
-        Where gradients are recorded, for backward, its values are not: only a norm of the output reads them.
+        Where gradients are recorded, for backward, nothing but a norm of the output reads the values of the product.
         """
         unread = torch.is_grad_enabled() and self.output_norm is None
         output, _ = self.mlp(self.norm(hidden), context, unread=unread)
-        if self.output_norm is not None:
-            output = self.output_norm(output)
-        return dropout(output, probability, context.key, self.site, between(context.rows, tokens.start, tokens.stop))
+        return output if self.output_norm is None else self.output_norm(output)
 
 
 class _InParts(torch.autograd.Function):
@@ -73,14 +75,19 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, run: Callable[[Tensor, range], Tensor], parts: Sequence[range], *parameters: Parameter
+        ctx: Any,
+        input: Tensor,
+        run: Callable[[Tensor, range], Tensor],
+        parts: Sequence[range],
+        *parameters: Parameter,
     ) -> Tensor:
         # Not by save_for_backward: under recomputation the saved tensors would not have the gradient buffers.
         ctx.run, ctx.parts, ctx.parameters = run, parts, parameters
         ctx.save_for_backward(input)
         output = torch.empty_like(input)
         for tokens in parts:
-            output[tokens.start : tokens.stop] = run(input[tokens.start : tokens.stop], tokens)
+            place = slice(tokens.start, tokens.stop)
+            output[place] = run(input[place], tokens)
         return output
 
     @staticmethod
@@ -92,9 +99,8 @@ class _InParts(torch.autograd.Function):
         sums: dict[int, Tensor] = {}
         for tokens in ctx.parts:
             place = slice(tokens.start, tokens.stop)
-            input_gradient[place], *found = _gradients(
-                partial(ctx.run, tokens=tokens), input[place], trained, gradients[0][place]
-            )
+            run = partial(ctx.run, place=tokens)
+            input_gradient[place], *found = _gradients(run, input[place], trained, gradients[0][place])
             for parameter, gradient in zip(trained, found, strict=True):
                 if gradient is not None:  # None: the product has accumulated it
                     plain = accumulate_grad(parameter, DenseGradient(gradient))
@@ -106,7 +112,7 @@ class _InParts(torch.autograd.Function):
 def _gradients(
     run: Callable[[Tensor], Tensor], input: Tensor, parameters: Sequence[Parameter], gradient: Tensor
 ) -> Sequence[Tensor]:
-    """Return the gradients of a part's input and of the parameters, and keep nothing of the part."""
+    """Return the gradients of a part's input and of the parameters."""
     own = input.requires_grad_()
     with torch.enable_grad():
         output = run(own)
