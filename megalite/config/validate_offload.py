@@ -66,8 +66,8 @@ def _modules(config: RunConfig) -> Iterator[str]:
         )
     if training.mlp_chunks_for_training > 1 and "mlp_norm" in modules:
         yield (
-            f"--offload-modules mlp_norm with --mlp-chunks-for-training {training.mlp_chunks_for_training}, under which "
-            "that norm is recomputed and saves nothing: leave one of the two out"
+            f"--offload-modules mlp_norm with --mlp-chunks-for-training {training.mlp_chunks_for_training}, which "
+            "recomputes that norm, so that it saves nothing: leave one of the two out"
         )
     if training.recompute_granularity == "full":
         most = max(stage.layers for stage in stage_layers(config.model, config.parallel))

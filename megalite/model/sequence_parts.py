@@ -6,6 +6,7 @@ in backward, which runs the forward of a part again just before the backward of 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -81,6 +82,7 @@ class _InParts(torch.autograd.Function):
         parts: Sequence[range],
         *parameters: Parameter,
     ) -> Tensor:
+        """Run the function on each part, and save the input alone."""
         # Not by save_for_backward: under recomputation the saved tensors would not have the gradient buffers.
         ctx.run, ctx.parts, ctx.parameters = run, parts, parameters
         ctx.save_for_backward(input)
@@ -123,4 +125,4 @@ def _split(tokens: int, parts: int) -> list[range]:
     """Divide tokens into parts of equal size; without a whole division, the first parts have one more."""
     size, longer = divmod(tokens, parts)
     ends = [part * size + min(part, longer) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    return [range(start, stop) for start, stop in itertools.pairwise(ends)]

@@ -103,9 +103,7 @@ class _RowParallel(torch.autograd.Function):
     """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool, unread: bool
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool, unread: bool) -> Tensor:
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
         ctx.save_for_backward(input)
         if unread:

@@ -88,7 +88,7 @@ def test_what_fits_is_accepted(flags: str, ranks: int) -> None:
         ),
         (
             f"{FINE} mlp_norm --mlp-chunks-for-training 2",
-            "--offload-modules mlp_norm with --mlp-chunks-for-training 2, under which that norm is recomputed and saves "
+            "--offload-modules mlp_norm with --mlp-chunks-for-training 2, which recomputes that norm, so that it saves "
             "nothing: leave one of the two out",
         ),
         (

@@ -28,8 +28,8 @@ def found(flags: str, parts: int, ranks: int = 1) -> DryRun:
 
 @pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--tp 2 --sequence-parallel", 2)])
 def test_a_layer_keeps_nothing_wide_for_backward(flags: str, ranks: int) -> None:
-    """Not the norm's output and statistics, gate and up, or what the activation makes of them; its input is the hidden
-    states that the next layer keeps, too."""
+    """It leaves out the norm's output and statistics, gate and up, and what the activation makes of them. Its input is
+    the hidden states that the next layer keeps, too."""
     saved = found(flags, 1, ranks).memory.activations - found(flags, 3, ranks).memory.activations
     assert saved * ranks == LAYERS * TOKENS * ((HIDDEN + 3 * FFN) * ITEM + STATISTIC)
     assert found(flags, 3, ranks).memory.activations == found(flags, 4, ranks).memory.activations
@@ -45,6 +45,6 @@ def test_the_peak_has_the_wide_tensors_of_one_part(flags: str) -> None:
 
 
 def test_weight_gradients_that_wait_keep_the_wide_tensors() -> None:
-    """Under zero-bubble schedules, from the backward of the inputs on; forward keeps none."""
+    """They do so under zero-bubble schedules, from the backward of the inputs on; forward keeps none."""
     flags = "--pp 2 --pipeline-schedule zb-h1 --global-batch-size 4"
     assert found(flags, 4, 2).peak < found(flags, 1, 2).peak - TOKENS * 3 * FFN * ITEM
