@@ -48,3 +48,13 @@ def test_weight_gradients_that_wait_keep_the_wide_tensors() -> None:
     """They do so under zero-bubble schedules, from the backward of the inputs on; forward keeps none."""
     flags = "--pp 2 --pipeline-schedule zb-h1 --global-batch-size 4"
     assert found(flags, 4, 2).peak < found(flags, 1, 2).peak - TOKENS * 3 * FFN * ITEM
+
+
+def test_backward_computes_again_only_what_is_read() -> None:
+    """Beside the norm and the activation, these are the first products. The second ones, with their sums over the
+    ranks, are not."""
+    flags = "--tp 2 --global-batch-size 1"
+    plain, in_parts = (found(flags, parts, 2).work["B"] for parts in (1, 3))
+    assert in_parts.flops - plain.flops == LAYERS * 2 * TOKENS * HIDDEN * 2 * FFN // 2
+    sent = [sum(each.bytes * count for each, count in work.messages.items()) for work in (plain, in_parts)]
+    assert sent[0] == sent[1] > 0
