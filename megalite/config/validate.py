@@ -412,6 +412,24 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         for module in training.recompute_modules:
             if module.startswith("moe"):
                 yield f"--recompute-modules {module} needs --num-experts"
+    if (parts := training.mlp_chunks_for_training) > 1:
+        yield from _parts_of_sequence(config, parts)
+
+
+def _parts_of_sequence(config: RunConfig, parts: int) -> Iterator[str]:
+    """Yield why feed-forward layers cannot run on so many parts of the sequence."""
+    tokens = config.data.seq_length // config.parallel.sequence_parts
+    if parts > tokens:
+        yield (
+            f"--mlp-chunks-for-training {parts} is more than the {tokens} tokens of a sample that a rank has between "
+            f"products (--seq-length {config.data.seq_length} / {config.parallel.sequence_parts} ranks): give at most "
+            f"{tokens}"
+        )
+    if all(layer.feed_forward == "moe" for layer in config.model.layers):
+        yield (
+            f"--mlp-chunks-for-training {parts} changes nothing where all layers have experts: leave it out; "
+            "--recompute-granularity selective --recompute-modules moe saves their memory"
+        )
 
 
 def _watchdog(config: TaskConfig) -> Iterator[str]:

@@ -39,7 +39,7 @@ _TAKEN = {
 }
 """Settings of these sections that any model takes. Of other sections it takes all, but for those of `_REFUSED`."""
 _OF_A_GPT = {
-    "training": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
+    "training": "recompute_granularity recompute_modules recompute_method recompute_num_layers mlp_chunks_for_training",
     "kernels": "persist_layer_norm bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion rope_fusion "
     "cross_entropy_loss_fusion fused_linear_cross_entropy",
 }

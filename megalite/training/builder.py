@@ -107,10 +107,12 @@ def config_of_rank(config: AnyConfig, rank: int) -> AnyConfig:
 
 def make_recompute(config: RunConfig) -> Recompute:
     training = config.training
+    parts = training.mlp_chunks_for_training
     if training.recompute_granularity == "full":
-        return Recompute(method=training.recompute_method or "uniform", layers=training.recompute_num_layers or 1)
+        method, layers = training.recompute_method or "uniform", training.recompute_num_layers or 1
+        return Recompute(mlp_parts=parts, method=method, layers=layers)
     modules = training.recompute_modules if training.recompute_granularity == "selective" else ()
-    return Recompute(attention="core_attn" in modules, moe="moe" in modules)
+    return Recompute(attention="core_attn" in modules, moe="moe" in modules, mlp_parts=parts)
 
 
 def make_stages(config: RunConfig) -> Stages:

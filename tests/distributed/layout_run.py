@@ -299,7 +299,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=cell.sequence_parallel,
-        recompute=RECOMPUTE[cell.recompute],
+        recompute=replace(RECOMPUTE[cell.recompute], mlp_parts=cell.mlp_parts),
         loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
         attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather"),),
