@@ -6,8 +6,9 @@ into micro-batches of consecutive samples, which the data-parallel ranks take in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Deal:
 
     def samples(self, consumed_samples: int, micro_batch_size: int) -> list[range]:
         """Return the global sample ids of this rank's micro-batches in the step that starts at `consumed_samples`."""
-        firsts = (consumed_samples + number * micro_batch_size for number in self.numbers)
-        return [range(first, first + micro_batch_size) for first in firsts]
+        size = micro_batch_size
+        return [range(consumed_samples + n * size, consumed_samples + (n + 1) * size) for n in self.numbers]
 
 
 def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> Deal:
@@ -93,3 +94,63 @@ def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> 
     replica, rank = divmod(rank, size)
     start, end = replica * length, (replica + 1) * length
     return Deal(range(start + rank, end, size), range(start, end + 1, size), micro_batches)
+
+
+class Shares:
+    """Shares of the data-parallel ranks in the micro-batches of a step: equal ones.
+
+    Those of `--data-parallel-shares` are in training/unequal_shares.py.
+
+    Attributes:
+        are_equal: True if all ranks have as many.
+        unit: number of micro-batches of which a step has a multiple.
+        observer: `StepObserver` of the pipeline, which sees the actions of each step; None: nobody does.
+    """
+
+    are_equal = True
+    observer: Any = None
+
+    def __init__(self, rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
+        """Describe the place of this rank; see `equal_deal`."""
+        self.rank, self.ranks, self.replicas, self.unit = rank, ranks, replicas, ranks
+
+    def slots(self, micro_batches: int) -> Sequence[int]:
+        """Return the numbers of slots that ranks have in a step of this many micro-batches, each number once."""
+        return [micro_batches // self.ranks]
+
+    def deal(self, micro_batches: int) -> Deal:
+        """Return this rank's part of a step of this many micro-batches."""
+        return equal_deal(self.rank, self.ranks, micro_batches, self.replicas)
+
+    def require(self, has_empty_slots: bool) -> None:
+        """Raise ConfigurationError if the shares need empty slots, and micro-batches cannot be empty."""
+
+    def check(self, reductions: Mapping[int, Sequence[int]]) -> None:
+        """Prove that ranks with other numbers of slots reduce their gradients in the same order.
+
+        Args:
+            reductions: the chunks that a rank reduces in a step, in order, by its number of slots.
+
+        Raises:
+            MegaliteError: they do not.
+        """
+
+    def description(self, micro_batches: int) -> str:
+        """Return the shares in a step of this many micro-batches as text."""
+        own = micro_batches // self.ranks
+        return f"{own} micro-batch{'' if own == 1 else 'es'} per rank"
+
+    def balance(self) -> str | None:
+        """Take other shares, if measured times ask for them. Called by all ranks together.
+
+        Returns the new ones in words, with the reason, the same on all ranks, or None if they stay.
+        """
+        return None
+
+    def saved(self) -> dict[str, Any]:
+        """Return the section of a checkpoint's configuration that has the shares in force."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take the shares in force from a checkpoint's configuration. Returns notes."""
+        return ()

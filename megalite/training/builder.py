@@ -30,6 +30,7 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
+from megalite.data.sampler import Shares
 from megalite.entry_points import entry_point
 from megalite.model import gpt
 from megalite.model.block import Recompute
@@ -57,7 +58,7 @@ from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
-from megalite.training.data import RunData, Shares
+from megalite.training.data import RunData
 from megalite.training.room_on_host import require_room_on_host
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,15 +20,11 @@ from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
 from megalite.data.routing_records import RoutingRecords
-from megalite.data.sampler import Deal, GlobalBatchSize, equal_deal
+from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import DataError, MegaliteError
-
-if TYPE_CHECKING:
-    from megalite.pipeline.engine import StepObserver
-    from megalite.pipeline.proved_schedules import ProvedSchedules
 
 PROBES = 16
 """Number of samples whose checksums a checkpoint keeps."""
@@ -37,59 +33,6 @@ _NO_TOKENIZER = 1000
 """Vocabulary in place of that of a tokenizer whose files are not here."""
 NOT_OF_THE_SAMPLES = ("data_cache_path", "num_workers", "mmap_bin_files", "fast_encoding")
 """Fields of `DataConfig` that change neither the samples nor their order."""
-
-
-class Shares:
-    """Shares of the data-parallel ranks in the micro-batches of a step: equal ones.
-
-    Those of `--data-parallel-shares` are in unequal_shares.py.
-
-    Attributes:
-        are_equal: True if all ranks have as many.
-        unit: number of micro-batches of which a step has a multiple.
-        observer: observes the actions of each step; None: nobody does.
-    """
-
-    are_equal = True
-    observer: StepObserver | None = None
-
-    def __init__(self, rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
-        """Describe the place of this rank; see `equal_deal`."""
-        self.rank, self.ranks, self.replicas, self.unit = rank, ranks, replicas, ranks
-
-    def slots(self, micro_batches: int) -> Sequence[int]:
-        """Return the numbers of slots that ranks have in a step of this many micro-batches, each number once."""
-        return [micro_batches // self.ranks]
-
-    def deal(self, micro_batches: int) -> Deal:
-        """Return this rank's part of a step of this many micro-batches."""
-        return equal_deal(self.rank, self.ranks, micro_batches, self.replicas)
-
-    def require(self, has_empty_slots: bool) -> None:
-        """Raise ConfigurationError if the shares need empty slots, and micro-batches cannot be empty."""
-
-    def check(self, schedules: ProvedSchedules, slots: Collection[int]) -> None:
-        """Prove that ranks with these numbers of slots can run a step together. Raises ScheduleError."""
-
-    def description(self, micro_batches: int) -> str:
-        """Return the shares in a step of this many micro-batches as text."""
-        own = micro_batches // self.ranks
-        return f"{own} micro-batch{'' if own == 1 else 'es'} per rank"
-
-    def balance(self) -> str | None:
-        """Take other shares, if measured times ask for them. Called by all ranks together.
-
-        Returns the new ones in words, with the reason, the same on all ranks, or None if they stay.
-        """
-        return None
-
-    def saved(self) -> dict[str, Any]:
-        """Return the section of a checkpoint's configuration that has the shares in force."""
-        return {}
-
-    def restore(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take the shares in force from a checkpoint's configuration. Returns notes."""
-        return ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megalite.checkpoint import Manifest
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal, GlobalBatchSize
+from megalite.data.sampler import Deal, GlobalBatchSize, Shares
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
@@ -25,7 +25,6 @@ from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-from megalite.training.data import Shares
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]

@@ -321,7 +321,9 @@ class Trainer:
         training = [slots for size in sizes for slots in self.shares.slots(size)]
         evaluation = self.shares.slots(self.evaluation_batch_size // micro_batch_size)
         self.schedules.prove(training=training, evaluation=evaluation, mesh=self.mesh)
-        self.shares.check(self.schedules, training)
+        if not self.shares.are_equal:
+            lists = {slots: self.schedules.training(slots) for slots in training}
+            self.shares.check({n: [each.chunk for each in actions if each.kind == "R"] for n, actions in lists.items()})
         return training
 
     def evaluation_due(self, iteration: int) -> bool:

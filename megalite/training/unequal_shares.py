@@ -5,24 +5,21 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megalite.config.run import TaskConfig
 from megalite.config.validate_shares import FLAG, batch_unit, given_shares, ranks_together
-from megalite.data.sampler import Deal
+from megalite.data.sampler import Deal, Shares
 from megalite.entry_points import entry_point
-from megalite.errors import ConfigurationError
+from megalite.errors import ConfigurationError, MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.device import seconds_between, time_mark
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import RunningStep, StepObserver
-from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.schedules import Action
-from megalite.pipeline.simulator import ScheduleError
-from megalite.training.data import Shares
 
 SECTION = "data_parallel_shares"
 """Section of a checkpoint's configuration that has the shares in force."""
@@ -116,19 +113,16 @@ class UnequalShares(Shares):
                     "them equal shares, or use ZeRO 0 or 1"
                 )
 
-    def check(self, schedules: ProvedSchedules, slots: Collection[int]) -> None:
-        """Prove that ranks with these numbers of slots reduce the chunks of a stage in one order.
+    def check(self, reductions: Mapping[int, Sequence[int]]) -> None:
+        """Prove that ranks with other numbers of slots reduce their gradients in the same order.
 
-        Their reductions, which are all that such ranks share, then meet. Ranks that reduce each micro-batch together
-        have equal lists, which are proved as ever. Raises ScheduleError.
+        These reductions are all that they share. Ranks that reduce each micro-batch together have equal lists, which
+        are proved as ever.
         """
-        orders = {
-            number: [each.chunk for each in schedules.training(number) if each.kind == "R"] for number in sorted(slots)
-        }
-        once = all(len(set(order)) == len(order) for order in orders.values())
-        if once and len({tuple(order) for order in orders.values()}) > 1:
-            raise ScheduleError(
-                f"{FLAG}: ranks with {' and '.join(map(str, orders))} micro-batches would reduce the gradients of "
+        once = all(len(set(order)) == len(order) for order in reductions.values())
+        if once and len({tuple(order) for order in reductions.values()}) > 1:
+            raise MegaliteError(
+                f"{FLAG}: ranks with {' and '.join(map(str, reductions))} micro-batches would reduce the gradients of "
                 "their stages in different orders: leave out --overlap-grad-reduce, or take another schedule"
             )
 

@@ -20,6 +20,7 @@ from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.config.parallel import STRATEGIES, ParallelConfig
 from megalite.config.validate_shares import ranks_together
 from megalite.data.loader import MicroBatchArrays, emptied
+from megalite.data.sampler import Shares
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -50,7 +51,6 @@ from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
 from megalite.training.batches import Cutting, to_micro_batches
-from megalite.training.data import Shares
 from megalite.training.kernels import compile_layers
 from megalite.training.unequal_shares import UnequalShares
 from tests.distributed.layout_cell import (
@@ -181,7 +181,9 @@ class Training:
             schedule=cell.schedule_name,
             reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align_ranks=True),
         ).prove(slots := shares_of(cell, mesh.coordinate("dp")).slots(micro_batches_of(cell)), mesh=mesh)
-        shares_of(cell, mesh.coordinate("dp")).check(self.schedules, slots)
+        lists = {number: self.schedules.training(number) for number in slots}
+        orders = {number: [each.chunk for each in actions if each.kind == "R"] for number, actions in lists.items()}
+        shares_of(cell, mesh.coordinate("dp")).check(orders)
 
     def step(self, number: int) -> tuple[float, StepResult]:
         """Run one step on the samples of this number; return the mean loss over the global batch, and the update's
