@@ -18,6 +18,7 @@ from tests.distributed.test_layouts import PLAINEST
 from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.covering_array import Row, covering_array, uncovered
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 FEW: list[dict[str, Any]] = [
     {"mlp_parts": 5, "family": "neox", "dropout": 0.1},
@@ -58,7 +59,7 @@ def rows() -> list[Row]:
     return covering_array(FACTORS, runs, candidates=4, seed=7)
 
 
-@pytest.mark.parametrize("number", range(len(FEW)))
+@pytest.mark.parametrize("number", wide_except(range(len(FEW)), [0, 2, 4]))
 def test_one_step_is_the_oracles(number: int, rank_pools: RankPools) -> None:
     cell = Cell(**FEW[number])
     (result,) = run(rank_pools, [cell])
