@@ -102,7 +102,7 @@ def declared(
     early = ahead(actions, of_slots, ends)
     came_early = set(early.values())
     backward = {(a.chunk, a.micro_batch): index for index, a in enumerate(actions) if a.kind in ("B", "I")}
-    found = []
+    found: list[Transfer] = []
 
     def begin(direction: Direction, own: Iterable[int], key: tuple[int, int], index: int) -> None:
         chunk, micro_batch = key
