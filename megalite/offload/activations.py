@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.errors import MegaliteError
-from megalite.offload.transfers import Copy, Direction, Ready, Transfers
+from megalite.offload.transfers import Copy, Direction, Ended, Ready, Transfers
 from megalite.torch_internals import storage_identity
 
 Result = TypeVar("Result")
@@ -46,13 +46,12 @@ class _Buffer:
     """Host memory of one storage that a layer saves, and the copies that wrote and read it last."""
 
     memory: Tensor
-    written: Copy | None = None
+    written: Copy = field(default_factory=Ended)
     read: Copy | None = None
 
     def finish(self) -> None:
         """Wait until no copy uses it: of a step that failed, it may still be written."""
-        if self.written is not None:
-            self.written.wait()
+        self.written.wait()
         if self.read is not None:
             self.read.release()
 
@@ -73,7 +72,6 @@ class _Saved:
 
     size: int
     buffer: _Buffer
-    written: Copy
     on_device: Tensor | None = None
     back: Copy | None = None
     was_read: bool = False
@@ -304,7 +302,7 @@ class ActivationOffload:
         for layer in self._leaving:
             with _said(layer):
                 for saved in layer.storages:
-                    saved.written.release()
+                    saved.buffer.written.release()
             layer.sources.clear()
         self._leaving.clear()
 
@@ -316,7 +314,7 @@ class ActivationOffload:
         buffer = self._buffer(layer.place, len(layer.storages), size)
         source, target = _bytes(storage, device), buffer.memory[:size]
         buffer.written = self.transfers.begin("to host", source, target, after=buffer.read)
-        saved = _Saved(size, buffer, buffer.written)
+        saved = _Saved(size, buffer)
         layer.storages.append(saved)
         return saved
 
@@ -346,7 +344,7 @@ class ActivationOffload:
         self._tell("to device", layer)
         for saved in reversed(layer.storages):
             saved.on_device = torch.empty(saved.size, dtype=torch.uint8, device=self.transfers.device)
-            source, after = saved.buffer.memory[: saved.size], _Released(saved.written)
+            source, after = saved.buffer.memory[: saved.size], _Released(saved.buffer.written)
             saved.back = saved.buffer.read = self.transfers.begin("to device", source, saved.on_device, after)
         layer.storages = []  # from here on the graph alone keeps them, each until its last use
 
