@@ -37,7 +37,7 @@ def test_a_chunk_has_as_many_slots_as_micro_batches_in_flight(schedule: str) -> 
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_the_last_layer_comes_back_during_the_computation_before(schedule: str) -> None:
-    """Where there is one between forward and backward. Layers before it come back with their backward."""
+    """If there is one between forward and backward. Layers before it come back with their backward."""
     for pipeline in every_pipeline(schedule, most_micro_batches=5):
         ends = [pipeline.chunks - 1]
         layers = [[0, 1] for _ in range(pipeline.chunks)]
@@ -63,7 +63,7 @@ LAYERS = [[0, 1]]
 
 
 def test_copies_begin_in_the_order_in_which_they_are_needed() -> None:
-    """What the backward at hand needs comes before what the next one does."""
+    """Copies for the backward at hand come before those for the next one."""
     assert ahead(ACTIONS, slots(ACTIONS), [0]) == {1: (0, 0), 3: (0, 1), 4: (0, 2)}
     found = [(each.direction, each.layer, each.micro_batch, each.after) for each in proved(ACTIONS, LAYERS, [0])]
     assert [each for each in found if each[0] == "to device"] == [
