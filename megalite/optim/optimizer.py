@@ -267,6 +267,8 @@ class Optimizer:
         """
         for part in self._completion():
             part.run()
+        for bucket in (*self.buckets, *self.frozen) if self.options.slices_on_host is not None else ():
+            bucket.drop_fetched()
         return self.measure(loss_scale)
 
     def measure(self, loss_scale: float = 1.0) -> StepResult:

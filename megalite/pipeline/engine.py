@@ -23,7 +23,7 @@ from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.device import profile_range, synchronize
 from megalite.parallel.parameter import DeferredGradients
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
-from megalite.pipeline.offloading import slots
+from megalite.pipeline.offloading import ahead, slots
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
@@ -135,10 +135,14 @@ class PipelineEngine(Generic[MicroBatch]):
         step = _Step(self, micro_batches, loss_multipliers or {}, gradients)
         execute = step.execute if observer is None else partial(observer.execute, step=step)
         actions, profiling = list(actions), is_profiling()
+        early: Mapping[int, tuple[int, int]] = {}
         if self.offloading is not None:
-            self.offloading.begin_step(slots(actions))
+            self.offloading.begin_step(of_slots := slots(actions))
+            early = ahead(actions, of_slots, self.offloading.ends)
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
-            for action in actions:
+            for index, action in enumerate(actions):
+                if self.offloading is not None and index in early:
+                    self.offloading.before_computation(action.chunk, action.micro_batch, early[index])
                 if profiling:
                     with profile_range(str(action)):
                         execute(action)

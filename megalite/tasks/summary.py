@@ -19,7 +19,7 @@ from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
-from megalite.pipeline.offloading import slots
+from megalite.pipeline.offloading import ahead, slots
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
@@ -231,9 +231,13 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
     }
 
 
-def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
-    """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    return peak_in_flight(_step_actions(trainer), sizes)
+def _peak(trainer: Summarized, sizes: Sequence[int], last: Sequence[int]) -> int:
+    """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch, and what its
+    last offloaded layer offloads: that is on the device from the computation before its backward on.
+    """
+    actions, offloading = _step_actions(trainer), trainer.task.offloading
+    early = {} if offloading is None else ahead(actions, slots(actions), offloading.ends)
+    return peak_in_flight(actions, sizes, {index: last[chunk] for index, (chunk, _) in early.items()})
 
 
 def _step_actions(trainer: Summarized) -> Sequence[Action]:

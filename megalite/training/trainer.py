@@ -102,7 +102,7 @@ class Trainer:
         micro_batches = self.prove_steps()
         if task.offloading is not None:
             for number in micro_batches:
-                proved(self.schedules.training(number), task.offloading.layers)
+                proved(self.schedules.training(number), task.offloading.layers, task.offloading.ends)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,

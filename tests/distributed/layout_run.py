@@ -218,7 +218,7 @@ class Training:
         yield
         wanted = [
             (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
-            for each in proved(actions, offloading.layers)
+            for each in proved(actions, offloading.layers, offloading.ends)
         ]
         assert begun == wanted, f"{self.cell}: {begun} instead of {wanted}"
 
