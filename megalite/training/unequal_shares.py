@@ -203,7 +203,7 @@ class MeasuredShares(UnequalShares):
         if SECTION not in saved:
             return ()
         section = saved[SECTION]
-        found = section.get("micro_batches") if isinstance(section, dict) else None
+        found: Any = section.get("micro_batches") if isinstance(section, dict) else None
         fits = isinstance(found, list) and all(type(count) is int and count > 0 for count in found)
         fits = fits and len(found) == self.ranks and sum(found) == self._micro_batches
         together = self._together
