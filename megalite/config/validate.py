@@ -240,15 +240,16 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
     schedule = training.batch_size_schedule(seq_length)
     # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
     continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
-    fits = [size % (training.micro_batch_size * unit) == 0 for _, size in schedule]
+    multiple, least = training.micro_batch_size * unit, training.micro_batch_size * copies
+    fits = [size % multiple == 0 and size >= least for _, size in schedule]
     first = fits.index(True) if continues and True in fits else 0
     sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule[first:]]
     if training.eval_global_batch_size is not None:
         sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
     for name, size in sizes:
-        if size % (training.micro_batch_size * unit):
+        if size % multiple:
             yield f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x {words}"
-        elif size < training.micro_batch_size * copies and "increment" not in name:
+        elif size < least and "increment" not in name:
             yield f"{name} {size} has fewer micro-batches than {copies} data-parallel ranks"
     yield from _instances(parallel, world_size)
     if training.train_samples is not None and training.train_samples < batch and not grows:
@@ -267,7 +268,7 @@ def _share_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:
 
 def least_micro_batches(parallel: ParallelConfig, world_size: int) -> int:
     """Return the least number of micro-batches in a step, with at least one for each data-parallel rank."""
-    return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size))
+    return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size), 1)
 
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

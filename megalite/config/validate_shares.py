@@ -31,13 +31,12 @@ def ranks_together(parallel: ParallelConfig, world_size: int) -> int:
     Those of experts do, and those that reduce or gather shards of ZeRO 2 and 3 in it. `world_size` is divisible.
     """
     of_copy = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    of_experts = parallel.mesh_sizes["expert_parallel_size"] * parallel.mesh_sizes["expert_tensor_parallel_size"]
-    together = max(of_experts // of_copy, 1) if parallel.expert_model_parallel_size > 1 else 1
+    meet = [parallel.mesh_sizes["expert_parallel_size"] * parallel.mesh_sizes["expert_tensor_parallel_size"]]
     if parallel.zero_stage >= 2:
-        peers = parallel.data_parallel_size(world_size) * parallel.context_parallel_size
-        sharded = peers // parallel.num_distributed_optimizer_instances
-        together = math.lcm(together, -(-sharded // parallel.context_parallel_size))
-    return together
+        of_stage = world_size // parallel.pipeline_model_parallel_size
+        meet.append(of_stage // parallel.num_distributed_optimizer_instances)
+    # Blocks of ranks that meet may end within a data-parallel rank, which then joins two of them.
+    return math.lcm(of_copy, *meet) // of_copy
 
 
 def batch_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:

@@ -234,7 +234,7 @@ def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
 def _late_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
     """Yield what is wrong with late ranks that leave out micro-batches: each must be able to be late alone."""
     chosen, parallel = config.synchronization, config.parallel
-    strategy, experts = parallel.data_parallel_sharding_strategy, parallel.expert_model_parallel_size
+    strategy = parallel.data_parallel_sharding_strategy
     what, copies = f"--drop-stragglers-after {chosen.drop_stragglers_after}", parallel.data_parallel_size(world_size)
     if copies == 1:
         yield f"{what} needs two data-parallel ranks, of which one may be late: {world_size} ranks have one"
@@ -245,11 +245,11 @@ def _late_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
         )
     of_experts = parallel.expert_tensor_model_pipeline_parallel_size // parallel.pipeline_model_parallel_size
     within = parallel.model_parallel_size // parallel.pipeline_model_parallel_size
-    if experts > 1 and within % of_experts:
+    if within % of_experts:
         yield (
-            f"{what}: --expert-model-parallel-size {experts} makes data-parallel ranks meet in every layer with "
-            f"experts, so nobody is late alone: let the {of_experts} ranks that share them divide the {within} of "
-            "--tp x --cp"
+            f"{what}: the {of_experts} ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make "
+            "data-parallel ranks meet in every layer with experts, so nobody is late alone: let them divide the "
+            f"{within} of --tp x --cp"
         )
     others = {
         "--gradient-compression": chosen.compresses,

@@ -114,6 +114,10 @@ class Shares:
         """Describe the place of this rank; see `equal_deal`."""
         self.rank, self.ranks, self.replicas, self.unit = rank, ranks, replicas, ranks
 
+    def can_deal(self, micro_batches: int) -> bool:
+        """Tell whether a step may have this many micro-batches."""
+        return micro_batches % self.unit == 0 and micro_batches >= self.ranks
+
     def slots(self, micro_batches: int) -> Sequence[int]:
         """Return the numbers of slots that ranks have in a step of this many micro-batches, each number once."""
         return [micro_batches // self.ranks]

@@ -287,14 +287,15 @@ class Trainer:
         Raises:
             ConfigurationError: they cannot be dealt, as with an early size of a schedule on too many ranks.
         """
-        micro_batch_size, unit = self.config.training.micro_batch_size, self.shares.unit
-        if batch_size % (micro_batch_size * unit):
+        micro_batch_size, shares = self.config.training.micro_batch_size, self.shares
+        micro_batches, rest = divmod(batch_size, micro_batch_size)
+        if rest or not shares.can_deal(micro_batches):
             raise ConfigurationError(
                 f"--step-batch-size-schedule: the size {batch_size}, of the step at {self.consumed_samples} samples, "
-                f"is not a multiple of --micro-batch-size {micro_batch_size} x {unit} data-parallel ranks: begin with "
-                "fewer ranks"
+                f"is not a multiple of --micro-batch-size {micro_batch_size} x {shares.unit}, with a micro-batch for "
+                f"each of {shares.ranks} data-parallel ranks: begin with fewer ranks"
             )
-        return self.shares.deal(batch_size // micro_batch_size)
+        return shares.deal(micro_batches)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches of this rank in a step of `batch_size` samples."""
@@ -316,9 +317,10 @@ class Trainer:
     def prove_steps(self) -> Sequence[int]:
         """Prove the steps of all ranks. Returns the numbers of their micro-batches. Called by all ranks together."""
         micro_batch_size = self.config.training.micro_batch_size
-        unit = micro_batch_size * self.shares.unit  # a run that continues may be past smaller sizes
-        sizes = [size // micro_batch_size for size in self.task.batch_size.sizes if size % unit == 0]
-        training = [slots for size in sizes for slots in self.shares.slots(size)]
+        steps = [divmod(size, micro_batch_size) for size in self.task.batch_size.sizes]
+        # A run that continues may be past sizes that are too small for its ranks.
+        numbers = [number for number, rest in steps if not rest and self.shares.can_deal(number)]
+        training = [slots for number in numbers for slots in self.shares.slots(number)]
         evaluation = self.shares.slots(self.evaluation_batch_size // micro_batch_size)
         self.schedules.prove(training=training, evaluation=evaluation, mesh=self.mesh)
         if not self.shares.are_equal:

@@ -84,11 +84,11 @@ class UnequalShares(Shares):
         """Describe the shares. `together`: the number of consecutive ranks that meet in each micro-batch."""
         super().__init__(rank, len(shares))
         self.shares, self.unit, self._together = tuple(shares), unit, together
+        self._dealt: tuple[object, Deal] | None = None
 
     def counts(self, micro_batches: int) -> list[int]:
         """Return the number of micro-batches of each rank."""
-        whole, rest = divmod(micro_batches, sum(self.shares))
-        return divided(self.shares, micro_batches) if rest else [share * whole for share in self.shares]
+        return [share * (micro_batches // self.unit) for share in self.shares]
 
     def slots_of_ranks(self, micro_batches: int) -> list[int]:
         """Return the number of slots of each rank, the empty ones included."""
@@ -100,7 +100,11 @@ class UnequalShares(Shares):
         return sorted(set(self.slots_of_ranks(micro_batches)))
 
     def deal(self, micro_batches: int) -> Deal:
-        return deal_of(self.counts(micro_batches), self.rank, self.slots_of_ranks(micro_batches)[self.rank])
+        key = self.shares, micro_batches
+        if self._dealt is None or self._dealt[0] != key:  # most steps are dealt as the last one, and ranks may be many
+            slots = self.slots_of_ranks(micro_batches)[self.rank]
+            self._dealt = key, deal_of(self.counts(micro_batches), self.rank, slots)
+        return self._dealt[1]
 
     def require(self, has_empty_slots: bool) -> None:
         """Raise ConfigurationError if these shares need empty slots, and micro-batches cannot be empty."""
@@ -192,12 +196,15 @@ class MeasuredShares(UnequalShares):
         """Take the shares in force from a checkpoint's configuration, if they fit. Returns notes."""
         if SECTION not in saved:
             return ()
-        found = saved[SECTION].get("micro_batches")
+        section = saved[SECTION]
+        found: Any = section.get("micro_batches") if isinstance(section, dict) else None
         fits = isinstance(found, list) and all(type(count) is int and count > 0 for count in found)
-        if not fits or len(found) != self.ranks or sum(found) != self._micro_batches:
+        fits = fits and len(found) == self.ranks and sum(found) == self._micro_batches
+        together = self._together
+        if not fits or any(len(set(found[first : first + together])) > 1 for first in range(0, self.ranks, together)):
             return (
-                f"note: {FLAG} auto begins with new shares: those of the checkpoint are for other data-parallel ranks "
-                "or another batch",
+                f"note: {FLAG} auto begins with new shares: those of the checkpoint are for other data-parallel ranks, "
+                "another batch, or ranks that do not share experts or shards",
             )
         self.shares = tuple(found)
         return ()

@@ -67,6 +67,14 @@ def cell_of(row: Row) -> Cell:
     return make_cell(PLAIN | layout, shares=shares, samples=6 * row["micro_batch_size"], steps=2)
 
 
+def test_experts_over_more_ranks_than_the_other_layers(rank_pools: RankPools) -> None:
+    """ETP 2 beside TP 1: the two data-parallel ranks share each expert, so that one has empty slots."""
+    layout = {"dp": 2, "etp": 2, "family": "mixtral"}
+    cell = make_cell(PLAIN | layout, shares=(4, 2), samples=6, steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
 def test_every_pair_of_factors_meets() -> None:
     assert not uncovered(FACTORS, valid, ROWS)
 

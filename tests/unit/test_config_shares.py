@@ -13,7 +13,8 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.config.validate_shares import given_shares, ranks_together
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.training.unequal_shares import UnequalShares, balanced, deal_of, divided
+from megalite.parallel.mesh import UnconnectedMesh
+from megalite.training.unequal_shares import SECTION, MeasuredShares, UnequalShares, balanced, deal_of, divided
 
 FLAGS = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --mock-data "
@@ -35,6 +36,7 @@ FLAGS = (
         ("--data-parallel-shares auto", 2, "--global-batch-size 4 has fewer than two micro-batches.*raise it to 8"),
         ("--data-parallel-shares auto --global-batch-size 16 --eval-global-batch-size 2", 2, "fewer micro-batches"),
         ("--data-parallel-shares auto --global-batch-size 16 --zero3", 2, "none can take fewer"),
+        ("--data-parallel-shares auto --tp 2 --zero3", 1, "^1 ranks cannot be divided into groups"),
         ("--data-parallel-shares 3:1 --gradient-compression bf16", 2, "communicates less"),
         (
             "--data-parallel-shares 3:1 --num-experts 2 --ep 2 --save x --moe-record-routing x",
@@ -55,6 +57,14 @@ def test_a_step_has_the_least_batch_by_itself() -> None:
     assert given_shares(config.parallel) == (3, 2)
 
 
+def test_a_run_that_continues_may_be_past_sizes_with_too_few_micro_batches() -> None:
+    flags = [*FLAGS.replace("--train-iters 4", "--train-samples 999").split(), "--data-parallel-shares", "auto"]
+    flags += ["--global-batch-size", "16", "--step-batch-size-schedule", "0:4 64:16"]
+    with pytest.raises(ConfigurationError, match="the size 4 has fewer micro-batches than 4 data-parallel ranks"):
+        resolve(parse_arguments(flags).config, 4)
+    resolve(parse_arguments([*flags, "--load", "x"]).config, 4)
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks", "together"),
     [
@@ -67,6 +77,10 @@ def test_a_step_has_the_least_batch_by_itself() -> None:
         ({"expert_model_parallel_size": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 16, 2),
         ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 16, 1),
         ({"expert_model_parallel_size": 2, "zero": 3, "num_distributed_optimizer_instances": 2}, 12, 6),
+        # Blocks that end within a data-parallel rank:
+        ({"expert_model_parallel_size": 6, "tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, 24, 3),
+        ({"zero": 2, "context_parallel_size": 2, "num_distributed_optimizer_instances": 2}, 6, 3),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4}, 8, 2),
     ],
 )
 def test_ranks_that_meet_in_each_micro_batch(layout: dict[str, int], ranks: int, together: int) -> None:
@@ -118,6 +132,30 @@ def test_divided_counts_are_in_proportion_and_none_is_empty(shares: list[int], m
     assert sum(counts) == total
     for share, count in zip(shares, counts, strict=True):
         assert abs(count - 1 - more * share / sum(shares)) < 1
+
+
+@pytest.mark.parametrize(
+    "saved", [[6, 2, 2, 2], [4, 4, 4, 4], [6, 6], [7, 7, -1, -1], [True] * 4, "6:6", None, {}], ids=str
+)
+def test_shares_of_a_checkpoint_that_do_not_fit_are_not_taken(saved: object) -> None:
+    """Ranks 0 and 1 meet in each micro-batch, and so do 2 and 3: a run with other groups saved other shares."""
+    shares = MeasuredShares(UnconnectedMesh(rank=0, world_size=4), 12, together=2)
+    for section in ({"micro_batches": saved}, saved):
+        (note,) = shares.restore({SECTION: section})
+        assert note.startswith("note: --data-parallel-shares auto begins with new shares")
+        assert shares.shares == (3, 3, 3, 3)
+    assert not shares.restore({SECTION: {"micro_batches": [4, 4, 2, 2]}})
+    assert shares.shares == (4, 4, 2, 2)
+
+
+def test_a_deal_is_of_the_shares_in_force() -> None:
+    shares = MeasuredShares(UnconnectedMesh(rank=0, world_size=2), 8, together=1)
+    assert shares.deal(8) is shares.deal(8)
+    assert shares.deal(8).slots == 4
+    assert shares.deal(4).slots == 2
+    assert not shares.can_deal(1)
+    shares.restore({SECTION: {"micro_batches": [6, 2]}})
+    assert shares.deal(8).slots == 6
 
 
 def test_ranks_that_meet_have_as_many_slots() -> None:

@@ -137,7 +137,7 @@ def with_device_classes(config: RunConfig, world_size: int) -> RunConfig:
     if not _is_text(given):
         where = f"{FLAG} {given}"
         try:
-            text = read_small_file(Path(given), largest=_LARGEST).decode()
+            text = read_small_file(Path(given), largest=_LARGEST).decode() + "\n"  # see `_is_text`
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{where} cannot be read: {reason(error)}") from None
     classes = _parsed(text, where)
@@ -178,7 +178,8 @@ def of_rank(config: TaskConfig, rank: int) -> TaskConfig:
 
 
 def _is_text(given: str) -> bool:
-    return "\n" in given or "=" in given
+    """Tell the text of a file, as a run has saved it, from a path."""
+    return "\n" in given
 
 
 def _crossings(config: RunConfig, classes: DeviceClasses) -> Iterator[str]:
@@ -320,7 +321,7 @@ def _count(table: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _figure(value: object, key: str, where: str) -> float:
-    if type(value) not in (int, float) or not 0 < float(value) < 1e9:  # type: ignore[arg-type]
+    if type(value) not in (int, float) or not 0 < value < 1e9:  # type: ignore[operator]
         raise ConfigurationError(f"{where}: {key} is {shown(value)}: give a number above 0")
     return float(value)  # type: ignore[arg-type]
 

@@ -282,3 +282,16 @@ def test_a_file_is_read_within_limits(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=rf"--device-classes {path} cannot be read: .*{message}"):
             with_device_classes(other, 2)
     assert device_classes.OVERRIDES
+
+
+def test_a_path_may_have_an_equals_sign(tmp_path: Path) -> None:
+    """Only what a run has saved is the text itself."""
+    folder = tmp_path / "lr=1e-4"
+    folder.mkdir()
+    config = run_config(halves(), "", 2, folder)
+    assert with_device_classes(config, 2) == config
+    one_line = "a = {{ gpu = 'H100-SXM', nodes = 1, gpus_per_node = 2{} }}"
+    config = run_config(one_line.format(""), "", 2, folder)
+    assert with_device_classes(config, 2) == config
+    with pytest.raises(ConfigurationError, match=r"tflops is 1000.*: give a number above 0"):
+        run_config(one_line.format(f", tflops = 1{'0' * 400}"), "", 2, folder)

@@ -252,8 +252,12 @@ LATES = {
         "nobody is late alone: give optim or no_shard"
     ),
     "--num-experts 4 --ep 2": (
-        f"{LATE}.0: --expert-model-parallel-size 2 makes data-parallel ranks meet in every layer with experts, so "
-        "nobody is late alone: let the 2 ranks that share them divide the 1 of --tp x --cp"
+        f"{LATE}.0: the 2 ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make data-parallel "
+        "ranks meet in every layer with experts, so nobody is late alone: let them divide the 1 of --tp x --cp"
+    ),
+    "--num-experts 4 --expert-tensor-parallel-size 2": (
+        f"{LATE}.0: the 2 ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make data-parallel "
+        "ranks meet in every layer with experts, so nobody is late alone: let them divide the 1 of --tp x --cp"
     ),
     f"{COMPRESSION} int8": f"{LATE}.0: drop {COMPRESSION}",
     LOCAL: f"{LATE}.0: drop --local-update",
