@@ -51,6 +51,7 @@ RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 -
         ("--gpus 64 --cluster one_node.toml", "^--gpus 64: --cluster one_node.toml has 8 GPUs$"),
         ("--gpus 4 --set A=1", "^--set is for --translate"),
         ("--gpus 4 --gradient-compression int8", "^--gradient-compression: plans do not know its memory and time; "),
+        ("--gpus 4 --data-parallel-shares 3:1", "^--data-parallel-shares: plans count equal shares. Leave it out$"),
         ("--gpus 4 --local-update diloco --local-update-period 9", "^--local-update: plans do not know"),
     ],
 )

@@ -185,6 +185,8 @@ def completed(argv: Sequence[str]) -> RunConfig:
             "megalite-compare-synchronization measures, and pretrain_gpt.py --dry-run shows memory and messages, but "
             "not of parameter servers"
         )
+    if config.parallel.data_parallel_shares is not None:
+        raise ConfigurationError("--data-parallel-shares: plans count equal shares. Leave it out")
     return replace(config, data=data, training=training)
 
 
