@@ -24,6 +24,8 @@ from megalite.extras.planner.device_classes import (
 from megalite.extras.planner.device_plan import MixedPlanner, device_lines
 from megalite.extras.planner.plan import Planner
 from megalite.extras.planner.stage_layout import with_stages
+from megalite.parallel.mesh import UnconnectedMesh
+from megalite.training.unequal_shares import make_unequal_shares
 from tests.end_to_end.runs import words
 
 RUN = words(
@@ -85,6 +87,15 @@ def test_shares_are_the_speeds_of_replicas(tmp_path: Path) -> None:
     assert shares((1, 3), "--pp 2 --allow-mixed-groups", 4) == (1.0, 1.0)
     assert shares((3, 1), "--pp 2", 4) == (1.0, 0.5)
     assert shares((1, 3), "--tp 2 --allow-mixed-groups", 4) == (1.0, 1.0)
+
+
+def test_measured_shares_begin_with_the_speeds_of_classes(tmp_path: Path) -> None:
+    config = run_config(halves((1, 1)), "--data-parallel-shares auto", 2, tmp_path)
+    begun = make_unequal_shares(config, UnconnectedMesh(rank=1, world_size=2))
+    assert begun.counts(32) == [21, 11]
+    assert len(begun.deal(32).numbers) == 11
+    alike = replace(config, parallel=replace(config.parallel, device_classes=None))
+    assert make_unequal_shares(alike, UnconnectedMesh(rank=1, world_size=2)).counts(32) == [16, 16]
 
 
 def test_a_step_takes_what_its_slowest_path_takes(tmp_path: Path) -> None:
