@@ -92,8 +92,8 @@ def test_shares_are_the_speeds_of_replicas(tmp_path: Path) -> None:
 def test_measured_shares_begin_with_the_speeds_of_classes(tmp_path: Path) -> None:
     config = run_config(halves((1, 1)), "--data-parallel-shares auto", 2, tmp_path)
     begun = make_unequal_shares(config, UnconnectedMesh(rank=1, world_size=2))
-    assert begun.counts(32) == [21, 11]
-    assert len(begun.deal(32).numbers) == 11
+    assert begun.counts(32) == [22, 10]
+    assert len(begun.deal(32).numbers) == 10
     alike = replace(config, parallel=replace(config.parallel, device_classes=None))
     assert make_unequal_shares(alike, UnconnectedMesh(rank=1, world_size=2)).counts(32) == [16, 16]
 
