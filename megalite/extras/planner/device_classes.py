@@ -137,7 +137,8 @@ def with_device_classes(config: RunConfig, world_size: int) -> RunConfig:
     if not _is_text(given):
         where = f"{FLAG} {given}"
         try:
-            text = read_small_file(Path(given), largest=_LARGEST).decode() + "\n"  # see `_is_text`
+            text = read_small_file(Path(given), largest=_LARGEST).decode()
+            text += "" if _is_text(text) else "\n"
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{where} cannot be read: {reason(error)}") from None
     classes = _parsed(text, where)
