@@ -184,7 +184,9 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         yield from (Rows()[index] for index in range(40))
 
 
-def own_model(shares: str | None, *, stream: bool, zero: int = 0) -> tuple[list[float], float]:
+def own_model(
+    shares: str | None, *, stream: bool, zero: int = 0, save: Path | None = None
+) -> tuple[list[float], float]:
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 1, dtype=torch.float64))
     run = megalite.Trainer(
@@ -194,6 +196,7 @@ def own_model(shares: str | None, *, stream: bool, zero: int = 0) -> tuple[list[
         loss=lambda output, batch: (output - batch.sum(-1, keepdim=True) / 40).square().mean(),
         optimizer=megalite.AdamW(lr=0.01),
         layout=megalite.Layout(zero=zero),
+        save=save,
         precision="fp64",
         micro_batch_size=2,
         global_batch_size=12,
@@ -202,6 +205,8 @@ def own_model(shares: str | None, *, stream: bool, zero: int = 0) -> tuple[list[
         **({} if shares is None else {"data_parallel_shares": shares}),
     )
     losses = [run.step()["loss"] for _ in range(5)]
+    if save is not None:
+        run.save()
     found = run.evaluate()["loss"]
     run.close()
     return losses, found
@@ -214,6 +219,18 @@ def test_data_of_ones_own_are_dealt(stream: bool, rank_pools: RankPools) -> None
         for own, wanted in zip(losses, alone[0], strict=True):
             assert_number_close(own, wanted, "loss")
         assert_number_close(validation, alone[1], "validation")
+
+
+def saved_with_measured_times(save: Path) -> None:
+    with mock.patch.object(ComputeTimes, "take", return_value=1.0 + dist.get_rank()):
+        own_model("auto", stream=False, save=save)
+
+
+def test_a_save_writes_new_shares_into_the_ledger(tmp_path: Path, rank_pools: RankPools) -> None:
+    rank_pools(2).run(saved_with_measured_times, tmp_path)
+    (line,) = map(json.loads, (tmp_path / "ledger.jsonl").read_text().splitlines())
+    assert (line["step"], line["kind"], line["source"], line["outcome"]) == (5, "shares", [0, 1], "trained")
+    assert line["why"].startswith("4:2 micro-batches on the data-parallel ranks")
 
 
 def refused(zero: int) -> str:
