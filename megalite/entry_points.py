@@ -11,7 +11,7 @@ _ENTRY_POINTS = {
     "with_device_classes": "megalite.extras.planner.device_classes:with_device_classes",
     "require_valid_classes": "megalite.extras.planner.device_classes:require_valid_classes",
     "config_of_rank": "megalite.extras.planner.device_classes:of_rank",
-    "data_parallel_speeds": "megalite.extras.planner.device_classes:speeds_of_run",
+    "data_parallel_speeds": "megalite.extras.planner.device_classes:data_parallel_speeds",
     "device_lines": "megalite.extras.planner.device_plan:device_lines",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
 }

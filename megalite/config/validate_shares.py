@@ -13,7 +13,6 @@ from megalite.config.synchronization import SynchronizationConfig
 
 FLAG = "--data-parallel-shares"
 AUTO = "auto"
-_LARGEST = 10_000
 
 
 def given_shares(parallel: ParallelConfig) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from megalite.errors import CheckpointError
 from megalite.small_files import reason
 from megalite.storage import AnyPath, ObjectPath
-from megalite.training.metrics import Growing, Published, cut
+from megalite.training.metrics import Growing, Published, StepWriter, cut
 
 Ranges = Sequence[tuple[int, int]]
 """First and last number of each range of samples, which are counted from 0 over the whole run."""
@@ -55,10 +55,8 @@ def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-class Ledger:
+class Ledger(StepWriter):
     """Writer of a run's ledger, which begins the file. One rank writes.
-
-    As with the metrics, `publish` and `close` replace an object in an object store.
 
     Attributes:
         note: a message if the file is damaged.
@@ -110,21 +108,7 @@ class Ledger:
                 return f"WARNING: writing decisions to {self._path} failed: {reason(error)}. They will be written later"
         return None
 
-    def publish(self) -> None:
-        """Publish all lines so far to the store, before a checkpoint. If this fails, the next call tries again."""
-        if self._published is not None:
-            with suppress(OSError):
-                self._published.publish()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
-            self.close()
-
     def close(self) -> None:
-        """Write and publish what is left. Raises CheckpointError if that fails."""
         with self._writing():
             self._lines.close()
             if self._published is not None:

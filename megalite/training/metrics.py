@@ -13,13 +13,14 @@ import math
 import os
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Self, TextIO, cast
 
 from megalite.atomic_files import open_itself
 from megalite.errors import CheckpointError
@@ -131,11 +132,40 @@ class Recorded:
         ]
 
 
-class MetricsWriter:
+class StepWriter(ABC):
+    """Writer of lines about steps, a context manager that closes it. `close` writes and publishes what is left.
+
+    An object in an object store cannot be appended to: `publish` and `close` replace it with all lines.
+    """
+
+    _published: Published | None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write and publish what is left. Raises CheckpointError if that fails."""
+
+    def publish(self) -> None:
+        """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
+        missing.
+
+        If this fails, the next call tries again, and `close` is the last try.
+        """
+        if self._published is not None:
+            with suppress(OSError):
+                self._published.publish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
+            self.close()
+
+
+class MetricsWriter(StepWriter):
     """Writer that appends records to `path` and to TensorBoard, without a delay. One rank writes.
 
-    An object in an object store cannot be appended to: `publish` and `close` replace it with all lines. `note` is a
-    message if the file is damaged or lacks records.
+    `note` is a message if the file is damaged or lacks records.
 
     Args:
         path: metrics file; None: no file.
@@ -211,23 +241,6 @@ class MetricsWriter:
                     f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They will be written later"
                 )
         return None if failed else told
-
-    def publish(self) -> None:
-        """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
-        missing.
-
-        If this fails, the next call tries again, and `close` is the last try.
-        """
-        if self._published is not None:
-            with suppress(OSError):
-                self._published.publish()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
-            self.close()
 
     def close(self) -> None:
         with self._writing():

@@ -397,8 +397,9 @@ class Trainer:
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
+            proved_for = self.shares.saved()
             notes += factor_notes(described.config, self.task.factors) + self.shares.restore(described.config)
-            if not self.shares.are_equal:
+            if self.shares.saved() != proved_for:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             notes += self._optimizer_notes(path, described.config)

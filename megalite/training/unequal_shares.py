@@ -165,9 +165,10 @@ class MeasuredShares(UnequalShares):
         return [count for count in counts for _ in range(together)]
 
     def counts(self, micro_batches: int) -> list[int]:
+        if micro_batches == self._micro_batches:
+            return list(self.shares)
         blocks = divided(self.shares[:: self._together], micro_batches // self._together)
-        exact = sum(self.shares) == micro_batches
-        return list(self.shares) if exact else [count for count in blocks for _ in range(self._together)]
+        return [count for count in blocks for _ in range(self._together)]
 
     def balance(self) -> str | None:
         """Take the shares that the measured times ask for."""

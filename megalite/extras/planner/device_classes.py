@@ -109,17 +109,13 @@ class DeviceClasses:
         return tuple(min(self.among(range(first, first + block)), key=lambda one: one.speed) for first in firsts)
 
 
-def data_parallel_shares(classes: DeviceClasses, layout: ParallelConfig) -> tuple[float, ...]:
+def data_parallel_speeds(layout: ParallelConfig) -> tuple[float, ...]:
     """Return the speed of each data-parallel rank, relative to the fastest one: that of the slowest device in its
-    pipeline."""
+    pipeline. The run has the text of its classes."""
+    classes = classes_of(layout)
     replicas = range(layout.data_parallel_size(classes.world_size))
     speeds = [min(one.speed for one in classes.of_replica(replica, layout)) for replica in replicas]
     return tuple(speed / max(speeds) for speed in speeds)
-
-
-def speeds_of_run(layout: ParallelConfig) -> tuple[float, ...]:
-    """Return `data_parallel_shares` of a run that has the text of its classes; empty if it has none."""
-    return () if layout.device_classes is None else data_parallel_shares(classes_of(layout), layout)
 
 
 # ------------------------------------------------------------------------------------------------------- a run

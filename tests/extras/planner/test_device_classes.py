@@ -16,7 +16,7 @@ from megalite.extras.planner import device_classes
 from megalite.extras.planner.commands import plan as command
 from megalite.extras.planner.device_classes import (
     classes_of,
-    data_parallel_shares,
+    data_parallel_speeds,
     of_rank,
     require_valid_classes,
     with_device_classes,
@@ -79,7 +79,7 @@ def test_recomputation_of_a_class_counts_in_the_split(tmp_path: Path) -> None:
 def test_shares_are_the_speeds_of_replicas(tmp_path: Path) -> None:
     def shares(nodes: tuple[int, int], flags: str, world_size: int) -> tuple[float, ...]:
         config = run_config(halves(nodes), flags, world_size, tmp_path)
-        return data_parallel_shares(classes_of(config.parallel), config.parallel)
+        return data_parallel_speeds(config.parallel)
 
     assert shares((2, 2), "", 4) == (1.0, 1.0, 0.5, 0.5)
     assert shares((2, 2), "--tp 2", 4) == (1.0, 0.5)
