@@ -26,6 +26,7 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, bin_path
 from megalite.data.loader import MicroBatchLoader
+from megalite.data.sampler import equal_deal
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 
 TOKENS, DOCUMENTS, SEQUENCE_LENGTH, MICRO_BATCH = 200_000_000, 200_000, 4096, 4
@@ -79,8 +80,6 @@ def main() -> None:
         loader = MicroBatchLoader(
             FieldsDataset(dataset, eod=0),
             micro_batch_size=MICRO_BATCH,
-            data_parallel_rank=0,
-            data_parallel_size=1,
             vocab_size=50_000,
             num_workers=1,
         )
@@ -95,7 +94,7 @@ def main() -> None:
 
         def loaded() -> None:
             for first in range(0, len(samples) - MICRO_BATCH, MICRO_BATCH):
-                loader.micro_batches(first, 1)
+                loader.micro_batches(first, equal_deal(0, 1, 1))
 
         for sample in samples[:100]:
             joined = np.concatenate([tokens[begin:end] for begin, end in places[sample]], dtype=np.int64)

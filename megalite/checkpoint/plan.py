@@ -93,7 +93,7 @@ class Plan:
         bucket_states: Sequence[BucketState] = (),
         rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
         replicas: int = 1,
-        fraction_on_host: float = 0.0,
+        fraction_on_host: Callable[[int], float] = lambda rank: 0.0,
         own: Optimizer | None = None,
         optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
     ) -> None:
@@ -109,7 +109,7 @@ class Plan:
             rank_states: returns a rank's private state, given the layouts of its trained buckets.
             replicas: the number of blocks of data-parallel ranks with weights and state of their own. `contents_at`
                 gets the mesh of a rank in the first of them.
-            fraction_on_host: the share of a rank's elements whose state is on the host.
+            fraction_on_host: returns the share of a rank's elements whose state is on the host.
             own: the optimizer of this rank. Ranks that differ from it only in their data-parallel position have the
                 same contents, which are then not built.
             optimizers: the hyperparameters by the name of the optimizer, if there are several.
@@ -135,7 +135,7 @@ class Plan:
             optimizer.config,
             zero_stage=0,
             instances=1,
-            fraction_on_host=optimizer.fraction_on_host,
+            fraction_on_host=lambda rank: optimizer.fraction_on_host,
             bucket_states=list(optimizer.bucket_states),
             rank_states=lambda layouts: private,
             own=optimizer,
@@ -157,8 +157,8 @@ class Plan:
         specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *contents.frozen)]
         trained = specs[: len(contents.trained)]
         on_host = [0] * len(specs)
-        if self._fraction_on_host:
-            on_host[: len(trained)] = elements_on_host(trained, self._fraction_on_host)
+        if fraction := self._fraction_on_host(rank):
+            on_host[: len(trained)] = elements_on_host(trained, fraction)
         slices = (
             (slot.parameter, start, stop, self._dtypes(slot.parameter, trained=number < len(trained)))
             for number, spec in enumerate(specs)

@@ -34,9 +34,14 @@ def main() -> int:
     place = place_from_environment(with_servers=True)
     single, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
+    ranks = place.world_size if single is None else single.world_size
+    if arguments.config.parallel.device_classes is not None:
+        arguments = replace(arguments, config=entry_point("with_device_classes")(arguments.config, ranks))
     if is_automatic(arguments.config.parallel):
-        ranks = place.world_size if single is None else single.world_size
-        arguments = replace(arguments, config=entry_point("with_stages")(arguments.config, ranks))
+        written, notes = entry_point("with_stages")(arguments.config, ranks)
+        arguments = replace(arguments, config=written, notes=(*arguments.notes, *notes))
+    if arguments.config.parallel.device_classes is not None:
+        entry_point("require_valid_classes")(arguments.config, ranks)
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code

@@ -73,7 +73,7 @@ def offload_problems(
         yield "--optimizer-cpu-offload with --optimizer-backend apex: apex updates on GPUs only; use auto or torch"
     elif kernels.kernels == "triton":
         yield "--optimizer-cpu-offload with --kernels triton: the host has no Triton; --kernels auto has it on GPUs"
-    elif not synchronization.is_plain:
+    elif not (synchronization.is_plain or synchronization.leaves_out):
         yield (
             "--optimizer-cpu-offload needs data parallelism that sums all gradients in each step: leave out "
             "--gradient-compression, --local-update, --asynchronous and --all-reduce-algorithm, or the offloading"

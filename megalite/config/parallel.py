@@ -87,7 +87,7 @@ class ParallelConfig:
     pipeline_model_parallel_layout: str | None = None
     """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
     repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline ranks in rounds. auto: such that all stages
-    take about as long, by predicted times, or with auto:FILE by those that profile-pipeline wrote."""
+    take about as long, by predicted times, or with auto:FILE by those of each rank that profile-pipeline wrote."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None
@@ -100,6 +100,9 @@ class ParallelConfig:
     """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
     """Overlap messages between stages with computation; off: wait for each send."""
+    data_parallel_shares: str | None = None
+    """Shares of the data-parallel ranks in the micro-batches of a step, such as 3:2, for devices that are not alike.
+    auto: by measured times, taken anew at each save. Unset: all have as many."""
     sequence_parallel: bool = False
     """Split activations outside the matrix products along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
@@ -117,6 +120,10 @@ class ParallelConfig:
     overlap-grad-reduce; one bucket without it (one per block under ZeRO 2 and 3)."""
     align_grad_reduce: bool = True
     """Let all pipeline ranks start to reduce a stage together, for overlap-grad-reduce with several stages per rank."""
+    device_classes: str | None = None
+    """File that describes devices that are not alike, by nodes (docs/planner.md): for layouts and flags by class."""
+    allow_mixed_groups: bool = False
+    """Let ranks that share each layer (TP, CP, EP) have devices of several classes of device-classes."""
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bf16 instead of fp32, which loses a part of more than 256 micro-batches; needs
     bf16."""

@@ -84,13 +84,19 @@ class SynchronizationConfig:
     backup_workers: NonNegativeInt = 0
     """Workers whose gradients a step does not wait for; late ones are dropped."""
     drop_stragglers_after: PositiveFloat | None = None
-    """Time for which a step waits for late workers after the first one, in units of the median time of a gradient."""
+    """Time for which a step waits for late ranks after the first one, in units of the median time of its gradients:
+    they leave out the micro-batches that they have not begun by then. With parameter servers, for late workers."""
 
     @property
     def is_plain(self) -> bool:
         """True if in each step the backend sums all gradients over all ranks at once."""
         sums = self.all_reduce_algorithm == "backend" and self.sites == 1 and not self.compresses
-        return sums and not self.has_replicas and not self.has_servers
+        return sums and not self.has_replicas and not self.has_servers and not self.leaves_out
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if late data-parallel ranks leave out micro-batches of a step."""
+        return self.drop_stragglers_after is not None and not self.has_servers
 
     @property
     def compresses(self) -> bool:

@@ -88,6 +88,9 @@ class TrainingConfig:
     """Layers that full recomputes. uniform: all, in chunks of recompute-num-layers; block: only the first ones."""
     recompute_num_layers: PositiveInt | None = None
     """Layers in a chunk (uniform), or layers recomputed (block)."""
+    mlp_chunks_for_training: PositiveInt = 1
+    """Parts of the sequence on which dense feed-forward layers and their norms run one after another, each recomputed
+    in backward: their wide activations then take memory for one part at a time. 1: on the whole sequence."""
     empty_unused_memory_level: Annotated[NonNegativeInt, at_most(2)] = 0
     """Return cached memory of the GPU that is not in use: 1: before each update and after evaluations; 2: also after
     each update. It is slow, and for GPUs that are shared or whose memory is fragmented."""

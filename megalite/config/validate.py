@@ -63,8 +63,8 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
         workers = config.synchronization.workers(world_size)
-        copies = max(config.parallel.data_parallel_size(workers), 1)
-        size = schedule[-1][1] if schedule else training.micro_batch_size * copies
+        least = training.micro_batch_size * least_micro_batches(config.parallel, workers)
+        size = schedule[-1][1] if schedule else least
         config = replace(config, training=replace(training, global_batch_size=size))
     validate(config, world_size)
     return config
@@ -225,7 +225,14 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
         yield from uneven
         return
     copies = parallel.data_parallel_size(world_size)
-    batch = training.global_batch_size or training.micro_batch_size * copies
+    if parallel.data_parallel_shares is not None:
+        from megalite.config.validate_shares import share_problems
+
+        if problems := list(share_problems(config, world_size)):
+            yield from problems
+            return
+    unit, words = _share_unit(parallel, world_size)
+    batch = training.global_batch_size or training.micro_batch_size * least_micro_batches(parallel, world_size)
     sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
     if training.rampup_batch_size is not None:
         start, increment, _ = training.rampup_batch_size
@@ -233,20 +240,35 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
     schedule = training.batch_size_schedule(seq_length)
     # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
     continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
-    fits = [size % (training.micro_batch_size * copies) == 0 for _, size in schedule]
+    multiple, least = training.micro_batch_size * unit, training.micro_batch_size * copies
+    fits = [size % multiple == 0 and size >= least for _, size in schedule]
     first = fits.index(True) if continues and True in fits else 0
     sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule[first:]]
     if training.eval_global_batch_size is not None:
         sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
     for name, size in sizes:
-        if size % (training.micro_batch_size * copies):
-            yield (
-                f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
-                f"{copies} data-parallel ranks"
-            )
+        if size % multiple:
+            yield f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x {words}"
+        elif size < least and "increment" not in name:
+            yield f"{name} {size} has fewer micro-batches than {copies} data-parallel ranks"
     yield from _instances(parallel, world_size)
     if training.train_samples is not None and training.train_samples < batch and not grows:
         yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
+
+
+def _share_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:
+    """Return the number of micro-batches of which a step must have a multiple, with its origin in words."""
+    if parallel.data_parallel_shares is not None:
+        from megalite.config.validate_shares import batch_unit
+
+        return batch_unit(parallel, world_size)
+    copies = max(parallel.data_parallel_size(world_size), 1)
+    return copies, f"{copies} data-parallel ranks"
+
+
+def least_micro_batches(parallel: ParallelConfig, world_size: int) -> int:
+    """Return the least number of micro-batches in a step, with at least one for each data-parallel rank."""
+    return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size), 1)
 
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
@@ -346,6 +368,9 @@ def _positions(config: RunConfig) -> Iterator[str]:
 
 
 def _layout(config: RunConfig) -> Iterator[str]:
+    """Yield each size that tensor-parallel ranks cannot divide, and what needs classes of devices."""
+    if config.parallel.device_classes is None:
+        yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     split = [("num-attention-heads", model.num_attention_heads)]
@@ -388,6 +413,24 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         for module in training.recompute_modules:
             if module.startswith("moe"):
                 yield f"--recompute-modules {module} needs --num-experts"
+    if (parts := training.mlp_chunks_for_training) > 1:
+        yield from _parts_of_sequence(config, parts)
+
+
+def _parts_of_sequence(config: RunConfig, parts: int) -> Iterator[str]:
+    """Yield why feed-forward layers cannot run on so many parts of the sequence."""
+    tokens = config.data.seq_length // config.parallel.sequence_parts
+    if parts > tokens:
+        yield (
+            f"--mlp-chunks-for-training {parts} is more than the {tokens} tokens of a sample that a rank has between "
+            f"products (--seq-length {config.data.seq_length} / {config.parallel.sequence_parts} ranks): give at most "
+            f"{tokens}"
+        )
+    if all(layer.feed_forward == "moe" for layer in config.model.layers):
+        yield (
+            f"--mlp-chunks-for-training {parts} changes nothing where all layers have experts: leave it out; "
+            "--recompute-granularity selective --recompute-modules moe saves their memory"
+        )
 
 
 def _watchdog(config: TaskConfig) -> Iterator[str]:

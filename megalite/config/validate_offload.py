@@ -64,6 +64,11 @@ def _modules(config: RunConfig) -> Iterator[str]:
             f"--offload-modules {' '.join(of_experts)} with --recompute-modules moe, which saves nothing of experts: "
             "leave one of the two out"
         )
+    if training.mlp_chunks_for_training > 1 and "mlp_norm" in modules:
+        yield (
+            f"--offload-modules mlp_norm with --mlp-chunks-for-training {training.mlp_chunks_for_training}, which "
+            "recomputes that norm, so that it saves nothing: leave one of the two out"
+        )
     if training.recompute_granularity == "full":
         most = max(stage.layers for stage in stage_layers(config.model, config.parallel))
         if training.recompute_method == "uniform" or (training.recompute_num_layers or 0) >= most:

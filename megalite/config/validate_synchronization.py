@@ -60,10 +60,12 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
     if chosen.has_servers:
         yield from _server_problems(config, world_size)
         return
-    yield from needs(chosen, "num_servers max_staleness backup_workers drop_stragglers_after", _SERVERS)
+    yield from needs(chosen, "num_servers max_staleness backup_workers", _SERVERS)
     yield from _site_problems(config, world_size)
     yield from _peer_problems(config, world_size)
     yield from _algorithm_problems(config)
+    if chosen.leaves_out:
+        yield from _late_problems(config, world_size)
 
 
 def _compression_problems(config: TaskConfig) -> Iterator[str]:
@@ -227,6 +229,36 @@ def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
             yield f"{what} sums within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
         if chosen.all_reduce_algorithm == "tree" and config.parallel.zero_stage >= 2:
             yield f"{what} gives all ranks the whole sum: not under --data-parallel-sharding-strategy {strategy}"
+
+
+def _late_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with late ranks that leave out micro-batches: each must be able to be late alone."""
+    chosen, parallel = config.synchronization, config.parallel
+    strategy = parallel.data_parallel_sharding_strategy
+    what, copies = f"--drop-stragglers-after {chosen.drop_stragglers_after}", parallel.data_parallel_size(world_size)
+    if copies == 1:
+        yield f"{what} needs two data-parallel ranks, of which one may be late: {world_size} ranks have one"
+    if parallel.zero_stage >= 2:
+        yield (
+            f"{what}: --data-parallel-sharding-strategy {strategy} makes all ranks meet in every micro-batch, so "
+            "nobody is late alone: give optim or no_shard"
+        )
+    of_experts = parallel.expert_tensor_model_pipeline_parallel_size // parallel.pipeline_model_parallel_size
+    within = parallel.model_parallel_size // parallel.pipeline_model_parallel_size
+    if within % of_experts:
+        yield (
+            f"{what}: the {of_experts} ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make "
+            "data-parallel ranks meet in every layer with experts, so nobody is late alone: let them divide the "
+            f"{within} of --tp x --cp"
+        )
+    others = {
+        "--gradient-compression": chosen.compresses,
+        "--local-update": chosen.has_replicas,
+        "--sites": chosen.sites > 1,
+        "--all-reduce-algorithm": chosen.all_reduce_algorithm != "backend",
+        "--moe-record-routing: a micro-batch that is left out has no routing": config.training.moe_record_routing,
+    }
+    yield from (f"{what}: drop {name}" for name, is_given in others.items() if is_given)
 
 
 def _server_problems(config: TaskConfig, world_size: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from itertools import islice
 from multiprocessing import RawValue
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalite.data.sample_source import OF_COLLATE, SampleSource, in_words, random_state_kept, seed_generators
-from megalite.data.sampler import micro_batch_samples
+from megalite.data.sampler import Deal, equal_deal
 from megalite.errors import DataError
 from megalite.process.signals import STOP_SIGNALS
 
 __all__ = ["AnyDatasetLoader", "Batch", "SampleSource", "check", "checksum_of_start"]
 
 PROBES = 4
+_PROBE = equal_deal(0, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Request:
-    """Micro-batch to read: its samples, those of all ranks, and their places in a map-style dataset."""
+    """Micro-batch to read: its samples, those of all ranks in its turn, and its places in a map-style dataset."""
 
     samples: range
     of_all_ranks: range
@@ -51,24 +53,32 @@ class _Request:
 
 @dataclass
 class _Requests:
-    """Requests for a rank's micro-batches from a sample on, without end; any number of them may make a step."""
+    """Requests for a rank's micro-batches of the step that begins at `first`, and of the steps after it, without end.
+
+    `number`: the micro-batch of that step to begin with, counted on this rank.
+    """
 
     source: SampleSource
     micro_batch_size: int
-    rank: int
-    size: int
-    next_sample: int = 0
+    deal: Deal = _PROBE
+    first: int = 0
+    number: int = 0
 
-    def at(self, consumed_samples: int) -> _Request:
-        samples = micro_batch_samples(consumed_samples, 0, self.micro_batch_size, self.rank, self.size)
-        indices = [] if self.source.is_stream else [self.source.index(sample) for sample in samples]
-        return _Request(samples, range(consumed_samples, consumed_samples + self.micro_batch_size * self.size), indices)
+    def begin_at(self, first: int, deal: Deal, number: int) -> None:
+        self.first, self.deal, self.number = first, deal, number
+
+    def of_step(self, first: int, deal: Deal) -> Iterator[_Request]:
+        """Yield the requests for a step that begins at this sample."""
+        size, ends = self.micro_batch_size, deal.turns[1:]
+        for samples, turn, end in zip(deal.samples(first, size), deal.turns, ends, strict=False):
+            indices = [] if self.source.is_stream else [self.source.index(sample) for sample in samples]
+            yield _Request(samples, range(first + turn * size, first + end * size), indices)
 
     def __iter__(self) -> Iterator[_Request]:
-        consumed_samples = self.next_sample
+        first, number = self.first, self.number
         while True:
-            yield self.at(consumed_samples)
-            consumed_samples += self.micro_batch_size * self.size
+            yield from islice(self.of_step(first, self.deal), number, None)
+            first, number = first + self.deal.total * self.micro_batch_size, 0
 
 
 @dataclass(frozen=True)
@@ -144,33 +154,32 @@ class AnyDatasetLoader:
     This is a context manager: worker processes start at the first use and end at its exit.
     """
 
-    def __init__(
-        self, source: SampleSource, *, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
-    ) -> None:
+    def __init__(self, source: SampleSource, *, micro_batch_size: int) -> None:
         self._source = source
-        self._requests = _Requests(source, micro_batch_size, data_parallel_rank, data_parallel_size)
+        self._requests = _Requests(source, micro_batch_size)
         self._reader = _Reader(source)
         self._ahead: DataLoader[Any] | None = None
         self._reads: Iterator[_Read | DataError] | None = None
+        self._upcoming: Iterator[_Request] = iter(())  # what the worker processes return next
         self._seen: list[tuple[int, int]] = []
         self._closing = RawValue("b", False)  # seen by the worker processes
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Batch]:
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> list[Batch]:
         """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
 
         Raises:
             DataError: the dataset or `collate` failed, or the dataset is empty or changes its length.
         """
-        step = self._requests.micro_batch_size * self._requests.size
-        return [self._micro_batch(consumed_samples + m * step) for m in range(num_micro_batches)]
+        requests = self._requests.of_step(consumed_samples, deal)
+        return [self._micro_batch(each, (consumed_samples, deal, number)) for number, each in enumerate(requests)]
 
     def resize(self, micro_batch_size: int) -> None:
         """Make micro-batches of another size from now on."""
         self._requests.micro_batch_size, self._reads = micro_batch_size, None
 
-    def _micro_batch(self, consumed_samples: int) -> Batch:
-        request = self._requests.at(consumed_samples)
-        read = self._reader.read(request) if self._source.num_workers == 0 else self._from_workers(request)
+    def _micro_batch(self, request: _Request, place: tuple[int, Deal, int]) -> Batch:
+        """Return a micro-batch. `place`: the first sample of its step, the step's deal, and its number on this rank."""
+        read = self._reader.read(request) if self._source.num_workers == 0 else self._from_workers(request, place)
         for start in read.starts:
             self._source.record_start(*start)
         self._seen.append((request.samples.start, read.checksum))
@@ -178,7 +187,7 @@ class AnyDatasetLoader:
             del self._seen[1::2]  # recent samples stay dense, and some old ones stay
         return read.batch
 
-    def _from_workers(self, request: _Request) -> _Read:
+    def _from_workers(self, request: _Request, place: tuple[int, Deal, int]) -> _Read:
         """Take the next read of the worker processes, which begin again where the request is not the next.
 
         Raises:
@@ -187,9 +196,10 @@ class AnyDatasetLoader:
         try:
             if self._ahead is None:
                 self._ahead = self._start_workers()
-            if self._reads is None or self._requests.next_sample != request.of_all_ranks.start:
-                self._requests.next_sample = request.of_all_ranks.start
-                self._reads = iter(self._ahead)
+            if self._reads is None or next(self._upcoming) != request:
+                self._requests.begin_at(*place)
+                self._reads, self._upcoming = iter(self._ahead), iter(self._requests)
+                next(self._upcoming)
             read = next(self._reads)
         except Exception as error:
             self.close()
@@ -197,7 +207,6 @@ class AnyDatasetLoader:
                 f"the worker processes of the dataset failed: {in_words(error)}: "
                 "with num_workers=0 the process of the run reads, and shows where an error comes from"
             ) from error
-        self._requests.next_sample = request.of_all_ranks.stop
         if isinstance(read, DataError):
             raise read
         return read
@@ -261,7 +270,7 @@ def check(source: SampleSource, remembered: Mapping[str, Any]) -> tuple[str, ...
     source.record_start(*remembered["epoch_start"])
     with _probe(source) as loader:
         for sample, saved in remembered["checksums"]:
-            if loader.micro_batches(sample, 1)[0].values != saved:
+            if loader.micro_batches(sample, _PROBE)[0].values != saved:
                 return (
                     f"note: sample {sample}, consumed before this checkpoint, is another now: the data, their order "
                     "(seed, shuffle) or their transforms have changed, so some samples may be repeated and others "
@@ -273,7 +282,7 @@ def check(source: SampleSource, remembered: Mapping[str, Any]) -> tuple[str, ...
 def checksum_of_start(source: SampleSource) -> int:
     """Return the checksum of a dataset's first sample."""
     with _probe(source) as loader:
-        checksum: int = loader.micro_batches(0, 1)[0].values
+        checksum: int = loader.micro_batches(0, _PROBE)[0].values
     return checksum
 
 
@@ -281,7 +290,7 @@ def _probe(source: SampleSource) -> AnyDatasetLoader:
     """Return a loader of checksums of single samples, the same on every rank."""
     # Read in a worker process here too, if one reads later: it may not be able to use what this process has opened.
     probe = replace(source, collate=_checksum_of_first, num_workers=min(source.num_workers, 1))
-    return AnyDatasetLoader(probe, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1)
+    return AnyDatasetLoader(probe, micro_batch_size=1)
 
 
 def _prepare_worker(closing: Any, given: Callable[[int], None] | None, worker: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.routing_records import RoutingRecords
-from megalite.data.sampler import micro_batch_samples
+from megalite.data.sampler import Deal
 from megalite.data.verification import Verification
 from megalite.errors import DataError
 
@@ -37,9 +37,6 @@ class MicroBatchLoader:
     Attributes:
         dataset: samples by global number.
         micro_batch_size: samples in a micro-batch.
-        data_parallel_rank: this rank's position among the ranks that share a step's samples.
-        data_parallel_size: the number of those ranks.
-        replicas: number of equal blocks of those ranks, each of which has consecutive samples of a step.
         vocab_size: tokens must be below it; data without a record of its tokenizer may have larger ones.
         num_workers: threads that read the next step's micro-batches during this step; 0: read when requested.
         verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
@@ -49,10 +46,7 @@ class MicroBatchLoader:
     dataset: Dataset[SampleFields]
     _: KW_ONLY
     micro_batch_size: int
-    data_parallel_rank: int
-    data_parallel_size: int
     vocab_size: int
-    replicas: int = 1
     num_workers: int = 0
     verification: Verification | None = None
     routing: RoutingRecords | None = None
@@ -61,28 +55,26 @@ class MicroBatchLoader:
         self._executor: ThreadPoolExecutor | None = None
         self._ahead: dict[range, Future[MicroBatchArrays]] = {}
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatchArrays]:
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatchArrays]:
         """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
+
+        An empty slot has the tokens of the rank's last micro-batch, all of them padding that counts nowhere.
 
         Raises:
             DataError: a file is damaged, the dataset has too few samples, or a token is outside the vocabulary.
         """
         if self.verification is not None:
             self.verification.raise_damage()
-        wanted = self._samples(consumed_samples, num_micro_batches)
+        wanted = deal.samples(consumed_samples, self.micro_batch_size)
         if self.num_workers == 0:
-            return [self._load(samples) for samples in wanted]
-        step = num_micro_batches * self.micro_batch_size * self.data_parallel_size
-        ready = self._submit(wanted)
-        # Read ahead before waiting. Micro-batches that were read ahead for another step are dropped.
-        self._ahead = self._submit(self._samples(consumed_samples + step, num_micro_batches))
-        return [ready[samples].result() for samples in wanted]
-
-    def _samples(self, consumed_samples: int, num_micro_batches: int) -> list[range]:
-        size = self.data_parallel_size // self.replicas
-        replica, rank = divmod(self.data_parallel_rank, size)
-        first = consumed_samples + replica * num_micro_batches * self.micro_batch_size * size
-        return [micro_batch_samples(first, m, self.micro_batch_size, rank, size) for m in range(num_micro_batches)]
+            read = [self._load(samples) for samples in wanted]
+        else:
+            ready = self._submit(wanted)
+            # Read ahead before waiting. Micro-batches that were read ahead for another step are dropped.
+            next_step = consumed_samples + deal.total * self.micro_batch_size
+            self._ahead = self._submit(deal.samples(next_step, self.micro_batch_size))
+            read = [ready[samples].result() for samples in wanted]
+        return read + [emptied(read[-1])] * deal.empty if deal.empty else read
 
     def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
         if self._executor is None:
@@ -138,3 +130,9 @@ class MicroBatchLoader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def emptied(fields: MicroBatchArrays) -> MicroBatchArrays:
+    """Return a micro-batch whose tokens are all padding."""
+    nothing, everything = np.zeros_like(fields["loss_mask"]), np.ones(fields["tokens"].shape, bool)
+    return MicroBatchArrays(**{**fields, "loss_mask": nothing, "padding": everything, "replayed": None})

@@ -1,13 +1,14 @@
 """Choice of the samples of a rank: pure functions of the number of consumed samples, the only state to resume from.
 
-This is Megatron-LM's `--dataloader-type single`. Samples are taken in order. Each micro-batch of a step takes the next
-`micro_batch_size * data_parallel_size` samples, and each data-parallel rank gets a contiguous part of them.
+This is Megatron-LM's `--dataloader-type single`. Samples are taken in order: a step has the next global batch, divided
+into micro-batches of consecutive samples, which the data-parallel ranks take in turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,104 @@ class GlobalBatchSize:
         return steps + max(0, train_samples - consumed_samples) // self.at(consumed_samples)
 
 
-def micro_batch_samples(
-    consumed_samples: int, micro_batch: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
-) -> range:
-    """Return the global sample ids of a micro-batch (counted from 0) on one rank.
+@dataclass(frozen=True)
+class Deal:
+    """Micro-batches of a step that one data-parallel rank takes, by their numbers in the step.
 
-    The micro-batch belongs to the step that starts at `consumed_samples`.
+    Attributes:
+        numbers: those of this rank, ascending.
+        turns: bounds of the turns in which it takes them: while it takes `numbers[i]`, all ranks together take those
+            from `turns[i]` to below `turns[i + 1]`.
+        total: number of micro-batches of all ranks.
+        empty: number of slots without samples, after the others, in which the rank only joins collectives.
     """
-    start = consumed_samples + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size
-    return range(start, start + micro_batch_size)
+
+    numbers: Sequence[int]
+    turns: Sequence[int]
+    total: int
+    empty: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of this rank, the empty ones included."""
+        return len(self.numbers) + self.empty
+
+    def samples(self, consumed_samples: int, micro_batch_size: int) -> list[range]:
+        """Return the global sample ids of this rank's micro-batches in the step that starts at `consumed_samples`."""
+        size = micro_batch_size
+        return [range(consumed_samples + n * size, consumed_samples + (n + 1) * size) for n in self.numbers]
+
+
+def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> Deal:
+    """Return a rank's part of a step in which ranks take turns, and all have as many micro-batches.
+
+    `replicas`: the number of equal blocks of ranks, each of which has consecutive micro-batches.
+    """
+    size, length = ranks // replicas, micro_batches // replicas
+    replica, rank = divmod(rank, size)
+    start, end = replica * length, (replica + 1) * length
+    return Deal(range(start + rank, end, size), range(start, end + 1, size), micro_batches)
+
+
+class Shares:
+    """Shares of the data-parallel ranks in the micro-batches of a step: equal ones.
+
+    Those of `--data-parallel-shares` are in training/unequal_shares.py.
+
+    Attributes:
+        are_equal: True if all ranks have as many.
+        unit: number of micro-batches of which a step has a multiple.
+        observer: `StepObserver` of the pipeline, which sees the actions of each step; None: nobody does.
+    """
+
+    are_equal = True
+    observer: Any = None
+
+    def __init__(self, rank: int = 0, ranks: int = 1, replicas: int = 1) -> None:
+        """Describe the place of this rank; see `equal_deal`."""
+        self.rank, self.ranks, self.replicas, self.unit = rank, ranks, replicas, ranks
+
+    def can_deal(self, micro_batches: int) -> bool:
+        """Tell whether a step may have this many micro-batches."""
+        return micro_batches % self.unit == 0 and micro_batches >= self.ranks
+
+    def slots(self, micro_batches: int) -> Sequence[int]:
+        """Return the numbers of slots that ranks have in a step of this many micro-batches, each number once."""
+        return [micro_batches // self.ranks]
+
+    def deal(self, micro_batches: int) -> Deal:
+        """Return this rank's part of a step of this many micro-batches."""
+        return equal_deal(self.rank, self.ranks, micro_batches, self.replicas)
+
+    def require(self, has_empty_slots: bool) -> None:
+        """Raise ConfigurationError if the shares need empty slots, and micro-batches cannot be empty."""
+
+    def check(self, reductions: Mapping[int, Sequence[int]]) -> None:
+        """Prove that ranks with other numbers of slots reduce their gradients in the same order.
+
+        Args:
+            reductions: the chunks that a rank reduces in a step, in order, by its number of slots.
+
+        Raises:
+            MegaliteError: they do not.
+        """
+
+    def description(self, micro_batches: int) -> str:
+        """Return the shares in a step of this many micro-batches as text."""
+        own = micro_batches // self.ranks
+        return f"{own} micro-batch{'' if own == 1 else 'es'} per rank"
+
+    def balance(self) -> str | None:
+        """Take other shares, if measured times ask for them. Called by all ranks together.
+
+        Returns the new ones in words, with the reason, the same on all ranks, or None if they stay.
+        """
+        return None
+
+    def saved(self) -> dict[str, Any]:
+        """Return the section of a checkpoint's configuration that has the shares in force."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take the shares in force from a checkpoint's configuration. Returns notes."""
+        return ()

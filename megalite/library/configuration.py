@@ -15,7 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
-from megalite.config.validate import validate, validate_task
+from megalite.config.validate import least_micro_batches, validate, validate_task
 from megalite.config.validate_synchronization import with_sites
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
@@ -29,8 +29,8 @@ from megalite.training.task import ONLY, Task
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 _TAKEN = {
-    "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce cp_comm_type "
-    "microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
+    "parallel": "data_parallel_shares ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
+    "cp_comm_type microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
     "distributed_timeout_minutes",
     "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
     "initial_loss_scale min_loss_scale loss_scale_window hysteresis rerun_mode deterministic_mode "
@@ -39,7 +39,7 @@ _TAKEN = {
 }
 """Settings of these sections that any model takes. Of other sections it takes all, but for those of `_REFUSED`."""
 _OF_A_GPT = {
-    "training": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
+    "training": "recompute_granularity recompute_modules recompute_method recompute_num_layers mlp_chunks_for_training",
     "kernels": "persist_layer_norm bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion rope_fusion "
     "cross_entropy_loss_fusion fused_linear_cross_entropy",
 }
@@ -50,7 +50,7 @@ _REFUSED = {
     "logging": "log_validation_ppl_to_tensorboard",
     "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
-    "num_servers max_staleness backup_workers drop_stragglers_after",
+    "num_servers max_staleness backup_workers",
 }
 
 
@@ -135,7 +135,7 @@ def configured(
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     config = _with_settings(config, settings, own)
     training = config.training
-    samples = training.micro_batch_size * config.parallel.data_parallel_size(world_size)
+    samples = training.micro_batch_size * least_micro_batches(config.parallel, world_size)
     batch, evaluation = training.global_batch_size or samples, training.eval_global_batch_size or samples
     training = replace(training, global_batch_size=batch, eval_global_batch_size=evaluation)
     if valid is not None and not training.eval_iters:
@@ -196,7 +196,10 @@ def _check_several(config: TaskConfig, settings: Mapping[str, Any]) -> None:
     if config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigurationError("several optimizers update models of one stage: leave out Layout(pp=...)")
     if not config.synchronization.is_plain:
-        raise ConfigurationError("several optimizers reduce gradients in the plain way: leave out what compresses them")
+        raise ConfigurationError(
+            "several optimizers reduce gradients in the plain way: leave out what compresses them, or "
+            "drop_stragglers_after"
+        )
     for name in settings:
         if fields_by_name()[name].section == "optimizer":
             raise ConfigurationError(f"{name}=... is of a single optimizer: give it to each of several")

@@ -32,12 +32,15 @@ class Recompute:
     Attributes:
         attention: recompute the attention core of every layer.
         moe: save only the input of each layer's experts and router.
+        mlp_parts: number of parts of the sequence on which dense feed-forward layers run one after another, each part
+            recomputed. 1 leaves these layers whole.
         method: "uniform" saves only the input of each run of `layers` layers. "block" saves only the input of each of
             the first `layers` layers, and recomputes no others. None recomputes no complete layers.
     """
 
     attention: bool = False
     moe: bool = False
+    mlp_parts: int = 1
     method: str | None = None
     layers: int = 1
 
@@ -187,6 +190,14 @@ class Block(nn.Module):
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
         self.attention_site = Site(layer, "attention output")
         self.mlp_site = Site(layer, "mlp output")
+        self.in_parts: Callable[[Tensor, LayerContext, float], Tensor] | None = None
+        """Runs the feed-forward layer, with its norms and its dropout, on parts of the sequence."""
+        if recompute.mlp_parts > 1 and isinstance(self.mlp, MLP):
+            from megalite.model.sequence_parts import FeedForwardInParts
+
+            self.in_parts = FeedForwardInParts(
+                self.mlp_norm, self.mlp, self.mlp_output_norm, self.mlp_site, parts=recompute.mlp_parts
+            )
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
         """Run the block on the hidden states plus the previous layer's branch.
@@ -200,6 +211,10 @@ class Block(nn.Module):
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         attended = dropout(attended, probability, context.key, self.attention_site, context.rows)
+        if self.in_parts is not None:
+            total = hidden + attended
+            source = hidden if self.parallel_residual else total
+            return LayerOutput(total, self.in_parts(source, context, probability))
         if self.parallel_residual:
             normed, hidden = self.mlp_norm(hidden), hidden + attended
         else:

@@ -64,9 +64,9 @@ class MLP(nn.Module):
             context.replicated(down_bias) if sizes.bias else None,
         )
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+    def forward(self, hidden: Tensor, context: LayerContext, *, unread: bool = False) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
-        The result is independent for each token, so `context` is not used.
+        The result is independent for each token, so `context` is not used. `unread`: see `RowParallelLinear.forward`.
         """
-        return self.down(self.activation(self.up(hidden), self.up.bias)), NO_SUMS
+        return self.down(self.activation(self.up(hidden), self.up.bias), unread=unread), NO_SUMS

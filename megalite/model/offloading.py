@@ -41,6 +41,7 @@ def offload_layers(chunks: Sequence[GPT], options: OffloadConfig) -> ActivationO
         make_transfers(chunks[0].mesh.device),
         chunks,
         [sorted(layers) for layers in chosen],
+        ends=[number for number, chunk in enumerate(chunks) if _last(chunk) in chosen[number]],
         minimum=options.min_offloaded_tensor_size if fine else 0,
         retains=fine or options.cpu_offloading_retain_pinned_cpu_buffers,
     )
@@ -108,6 +109,11 @@ def _spans(chunk: GPT) -> list[tuple[int, int, bool]]:
 def _recomputed(chunk: GPT) -> set[int]:
     """Return the first of each run of layers that are recomputed together."""
     return {start for start, _, recomputed in _spans(chunk) if recomputed}
+
+
+def _last(chunk: GPT) -> int:
+    """Return the last layer of a chunk, or the first of those that are recomputed together with it; -1: it has none."""
+    return max((start if recomputed else stop - 1 for start, stop, recomputed in _spans(chunk)), default=-1)
 
 
 def _block(layer: nn.Module) -> Block:

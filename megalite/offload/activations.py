@@ -2,7 +2,8 @@
 
 A layer's tensors travel to the host while its forward and that of the next one run, each storage once, into buffers of
 the layer that later micro-batches use again. They come back while the backward of the offloaded layer after it runs;
-those of the last one, when the backward of the micro-batch begins. `pipeline/offloading.py` declares these copies.
+those of the last one, when the backward of the micro-batch begins or, if no layer comes after it, during the
+computation before. `pipeline/offloading.py` declares these copies.
 
 These stay where they are: parameters and what shares their memory, the input of a stage (which the engine keeps), what
 a layer is given without a gradient (such as masks and rotary tables, which all layers share), tensors that are not of
@@ -11,7 +12,7 @@ floating-point numbers, and those with fewer elements than the minimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial, wraps
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.errors import MegaliteError
-from megalite.offload.transfers import Copy, Direction, Ready, Transfers
+from megalite.offload.transfers import Copy, Direction, Ended, Ready, Transfers
 from megalite.torch_internals import storage_identity
 
 Result = TypeVar("Result")
@@ -45,13 +46,12 @@ class _Buffer:
     """Host memory of one storage that a layer saves, and the copies that wrote and read it last."""
 
     memory: Tensor
-    written: Copy | None = None
+    written: Copy = field(default_factory=Ended)
     read: Copy | None = None
 
     def finish(self) -> None:
         """Wait until no copy uses it: of a step that failed, it may still be written."""
-        if self.written is not None:
-            self.written.wait()
+        self.written.wait()
         if self.read is not None:
             self.read.release()
 
@@ -72,7 +72,6 @@ class _Saved:
 
     size: int
     buffer: _Buffer
-    written: Copy
     on_device: Tensor | None = None
     back: Copy | None = None
     was_read: bool = False
@@ -89,7 +88,7 @@ class _Layer:
     """Storages that a layer saves in one forward.
 
     Attributes:
-        before: the offloaded layer before it, until that one comes back.
+        before: the offloaded layer whose backward is next, until that one comes back.
         staying: storages that stay on the device.
         sources: storages by identity and version, kept until their copies have ended.
     """
@@ -125,6 +124,7 @@ class ActivationOffload:
 
     Attributes:
         layers: numbers of the offloaded layers of each chunk, ascending.
+        ends: chunks whose last layer is among them.
         begun: called when the copies of a layer begin; None: nobody listens.
     """
 
@@ -136,6 +136,7 @@ class ActivationOffload:
         networks: Sequence[nn.Module],
         layers: Sequence[Sequence[int]],
         *,
+        ends: Collection[int] = (),
         minimum: int = 0,
         retains: bool = True,
     ) -> None:
@@ -143,10 +144,11 @@ class ActivationOffload:
 
         Args:
             networks: the chunks of this rank.
+            layers, ends: those of the attributes.
             minimum: least number of elements of a tensor that is offloaded.
             retains: keep host memory from one step to the next.
         """
-        self.transfers, self.layers = transfers, layers
+        self.transfers, self.layers, self.ends = transfers, layers, ends
         self._networks, self._minimum, self._retains = networks, max(minimum, 1), retains
         self._buffers: dict[tuple[int, int, int], list[_Buffer]] = {}
         self._slots: Mapping[tuple[int, int], int] = {}
@@ -181,8 +183,23 @@ class ActivationOffload:
         self._running = None
         self._free_sources()
 
+    def before_computation(self, chunk: int, micro_batch: int, following: tuple[int, int]) -> None:
+        """Let the last layer of the backward that follows come back during a computation of a micro-batch: at once or,
+        if that is a backward of offloaded layers, after these.
+
+        Args:
+            following: chunk and micro-batch of the backward.
+        """
+        last, layer = self._last.get(following), self._last.get((chunk, micro_batch))
+        if last is not None and layer is None:
+            self._bring_back(last)
+        elif layer is not None:
+            while layer.before is not None:
+                layer = layer.before
+            layer.before = last
+
     def before_backward(self, chunk: int, micro_batch: int) -> None:
-        """Let the last layer come back."""
+        """Let the last layer come back, unless it has come during the computation before."""
         if (last := self._last.pop((chunk, micro_batch), None)) is not None:
             self._bring_back(last)
 
@@ -204,9 +221,10 @@ class ActivationOffload:
         finally:
             self._counts = False
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Tell, in a block of `counting`, whether a tensor that is saved now would be offloaded."""
-        return self._takes is not None and self._goes(self._takes, tensor)
+    def taken_by(self, tensor: Tensor) -> int | None:
+        """Return, in a block of `counting`, the layer that would offload a tensor that is saved now; None: it stays."""
+        layer = self._takes
+        return layer.place.layer if layer is not None and self._goes(layer, tensor) else None
 
     # ------------------------------------------------------------------------------------------------ the layers
 
@@ -284,7 +302,7 @@ class ActivationOffload:
         for layer in self._leaving:
             with _said(layer):
                 for saved in layer.storages:
-                    saved.written.release()
+                    saved.buffer.written.release()
             layer.sources.clear()
         self._leaving.clear()
 
@@ -296,7 +314,7 @@ class ActivationOffload:
         buffer = self._buffer(layer.place, len(layer.storages), size)
         source, target = _bytes(storage, device), buffer.memory[:size]
         buffer.written = self.transfers.begin("to host", source, target, after=buffer.read)
-        saved = _Saved(size, buffer, buffer.written)
+        saved = _Saved(size, buffer)
         layer.storages.append(saved)
         return saved
 
@@ -326,7 +344,7 @@ class ActivationOffload:
         self._tell("to device", layer)
         for saved in reversed(layer.storages):
             saved.on_device = torch.empty(saved.size, dtype=torch.uint8, device=self.transfers.device)
-            source, after = saved.buffer.memory[: saved.size], _Released(saved.written)
+            source, after = saved.buffer.memory[: saved.size], _Released(saved.buffer.written)
             saved.back = saved.buffer.read = self.transfers.begin("to device", source, saved.on_device, after)
         layer.storages = []  # from here on the graph alone keeps them, each until its last use
 

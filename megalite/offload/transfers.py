@@ -64,7 +64,7 @@ class Transfers:
         if after is not None:
             after.wait()
         target.copy_(source)
-        return _Ended()
+        return Ended()
 
     @staticmethod
     def zeros_beside_meta(elements: int, dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,9 @@ class Transfers:
         return copy
 
 
-class _Ended:
+class Ended:
+    """Copy that has ended."""
+
     def wait(self) -> None:
         pass
 

@@ -99,7 +99,9 @@ class Accumulator:
         self.reduction, self._in_flight, self._stage, self._overlap = reduction, in_flight, stage, overlap
         self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
-        self.gradients_per_micro_batch = len(self._slot_of) * sum(use.times for use in uses.values())
+        slots = self._slot_of.items()
+        self._times = {(key, use): slot.parameter.sharding.uses[use].times for use in uses for key, slot in slots}
+        self.gradients_per_micro_batch = sum(self._times.values())
         """Number of gradients per micro-batch, over all parameters and uses."""
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
@@ -107,7 +109,7 @@ class Accumulator:
         # Number of reductions in this step: those that have started, and those that are expected in total.
         self._rounds = self._rounds_due = self._micro_batches_per_round = 0
         self._arrived: dict[tuple[int, int], int] = {}  # number of gradients by (id of the parameter, use)
-        self._due: dict[int, int] = {}  # expected number of gradients of one parameter per round, by use
+        self._due: dict[tuple[int, int], int] = {}  # and of those expected in a round
         self._outstanding = self._outstanding_at_first = 0
         self._pending: collectives.Pending | _Leaving | None = None
         self.leaving: Callable[[collectives.Pending | None], Sequence[Copy]] | None = None
@@ -121,13 +123,13 @@ class Accumulator:
         """Reset the counts and expect the gradients of this number of micro-batches."""
         self._rounds, self._rounds_due = 0, micro_batches if self._stage >= 2 else 1
         self._micro_batches_per_round = micro_batches // self._rounds_due
-        self._due = {number: use.times * self._micro_batches_per_round for number, use in self.uses.items()}
+        self._due = {key: times * self._micro_batches_per_round for key, times in self._times.items()}
         self._begin_round()
 
     def _begin_round(self) -> None:
         for use, kept in self._kept.items():
-            kept.begin_round(self._due[use])
-        self._arrived = {(parameter, use): 0 for use in self.uses for parameter in self._slot_of}
+            kept.begin_round(sum(self._due[parameter, use] for parameter in self._slot_of))
+        self._arrived = dict.fromkeys(self._due, 0)
         self._outstanding = self._outstanding_at_first = self.gradients_per_micro_batch * self._micro_batches_per_round
 
     def add(self, parameter: Parameter, gradient: Gradient, use: int) -> None:
@@ -137,7 +139,7 @@ class Accumulator:
         the buffer (ZeRO 2 and 3).
         """
         key = id(parameter), use
-        if (arrived := self._arrived[key]) == (due := self._due[use]):
+        if (arrived := self._arrived[key]) == (due := self._due[key]):
             name = parameter.sharding.name
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
         if self._stage >= 2 and self._outstanding == self._outstanding_at_first:
@@ -149,6 +151,15 @@ class Accumulator:
         self._arrived[key] = arrived + 1
         self._outstanding -= 1
         if self._outstanding == 0 and (self._overlap or self._stage >= 2) and not self._allow_unused:
+            self._launch_reduction()
+
+    def leave_out(self) -> None:
+        """Take the gradients of one micro-batch as zeros that have arrived, under ZeRO 0 and 1."""
+        self._fill_in_zeros()
+        for key, times in self._times.items():
+            self._arrived[key] += times
+        self._outstanding -= self.gradients_per_micro_batch
+        if self._outstanding == 0 and self._overlap and not self._allow_unused:
             self._launch_reduction()
 
     def _allocate(self) -> None:
@@ -198,7 +209,7 @@ class Accumulator:
         missing = [
             (self._slot_of[parameter].parameter.sharding.name, arrived, due)
             for (parameter, use), arrived in self._arrived.items()
-            if arrived != (due := self._due[use])
+            if arrived != (due := self._due[parameter, use])
         ]
         (name, arrived, due), *others = missing
         also = f" (also too few: {', '.join(other for other, *_ in others[:9])})" if others else ""
@@ -293,9 +304,9 @@ class KeptGradients:
         self._sum: Tensor | None = None
 
     def begin_round(self, due: int) -> None:
-        """Begin a new round, with this number of gradients of each parameter."""
+        """Begin a new round with this number of gradients."""
         self._kept.clear()
-        self._bytes, self._due, self._sum = 0, due * len(self._places), None
+        self._bytes, self._due, self._sum = 0, due, None
 
     def add(self, parameter: Parameter, gradient: Gradient) -> None:
         self._kept.append((parameter, gradient))

@@ -146,6 +146,10 @@ class ParameterBucket:
             self._last_fetch = self._transfers.begin("to device", self.parameter_shard, place)
             self._fetched = place, self._last_fetch
 
+    def drop_fetched(self) -> None:
+        """Forget a slice that was fetched for a block that was not reached: the next gather fetches it again."""
+        self._fetched = None
+
     def release_slice(self) -> None:
         """Wait until the slice on the host may change. One that was fetched before is not used."""
         if self._last_fetch is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import nn
@@ -154,7 +154,8 @@ def bucket_layouts(
         record = parameter.sharding
         ranks = (record.expert, record.replica_ranks, record.grad_is_partial)
         updated_by = record.pieces[0].tensor.optimizer
-        kind = (parameter.dtype, updated_by, *ranks, record.uses, *chunks_of[id(parameter)])
+        uses = tuple(replace(use, times=1) for use in record.uses)  # each parameter's own number is no reason to part
+        kind = (parameter.dtype, updated_by, *ranks, uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

@@ -229,6 +229,15 @@ class Optimizer:
             bucket.begin_reduction(chunk, micro_batches)
         self._free_frozen()
 
+    def leave_out(self, chunk: int) -> None:
+        """Take the gradients of a micro-batch in a chunk as zeros that have arrived, under ZeRO 0 and 1.
+
+        Reductions that were waiting for them start in their `order`.
+        """
+        accumulators = [each for bucket in self.updated for each in bucket.accumulators if each.chunk == chunk]
+        for accumulator in sorted(accumulators, key=lambda each: each.reduction.order):
+            accumulator.leave_out()
+
     def _free_frozen(self) -> None:
         """Free the frozen parameters that a backward, which has ended, has gathered last."""
         for bucket in self.frozen:
@@ -258,6 +267,8 @@ class Optimizer:
         """
         for part in self._completion():
             part.run()
+        for bucket in (*self.buckets, *self.frozen) if self.options.slices_on_host is not None else ():
+            bucket.drop_fetched()
         return self.measure(loss_scale)
 
     def measure(self, loss_scale: float = 1.0) -> StepResult:

@@ -35,6 +35,9 @@ class Reduction:
     not skipped, `apply`, and under ZeRO 0 `begin_gather`.
     """
 
+    order = 0
+    """Position among the reductions of a rank if a micro-batch that is left out completes them: as in a backward.
+    0: that of the bucket."""
     own_slice = False
     """True if the slice of the sum needs memory of its own, because `gradients` must keep what this rank has sent."""
 

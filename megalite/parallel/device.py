@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,6 +32,31 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work. A no-op on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def time_mark(device: torch.device) -> Any:
+    """Return a mark of the time at which the device has done what is queued so far; see `seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks of `time_mark`. The host waits for the device to pass the second one."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def finish_stream(device: torch.device) -> None:
+    """Wait until the device has finished what the current stream has queued; messages of other ranks may be on their
+    way. A no-op on the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def default_backend(device: torch.device) -> str:

@@ -103,9 +103,12 @@ class _RowParallel(torch.autograd.Function):
     """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out]."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool, unread: bool) -> Tensor:
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
         ctx.save_for_backward(input)
+        if unread:
+            sequence = len(input) // group.size if sequence_parallel else len(input)
+            return input.new_zeros(sequence, *input.shape[1:-1], len(weight))
         term = F.linear(input, weight)  # a new tensor: it can be reduced in place
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
@@ -120,7 +123,7 @@ class _RowParallel(torch.autograd.Function):
             product = _GatheredGradient(gathered, functools.partial(_matrix, input))
         else:
             product = ProductGradient(_matrix(gradient), _matrix(input))
-        return input_gradient, accumulate_grad(ctx.weight, product), None, None
+        return input_gradient, accumulate_grad(ctx.weight, product), None, None, None
 
 
 def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -186,7 +189,10 @@ class RowParallelLinear(nn.Module):
         self.bias = context.parameter(bias) if bias is not None else None
         self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out]."""
-        output: Tensor = _RowParallel.apply(input, self.weight, self.group, self.sequence_parallel)
+    def forward(self, input: Tensor, *, unread: bool = False) -> Tensor:
+        """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out].
+
+        `unread`: only backward is asked for. The output is then not computed, and has zeros in place of the product.
+        """
+        output: Tensor = _RowParallel.apply(input, self.weight, self.group, self.sequence_parallel, unread)
         return output if self.bias is None else output + self.bias

@@ -113,13 +113,7 @@ class SequenceLayout:
         tokens, left = divmod(sum(map(len, self.runs)), parts)
         if left:
             raise ValueError(f"{tokens * parts + left} tokens of a sample cannot be divided into {parts} equal parts")
-        begin, found = number * tokens, []
-        for run in self.runs:
-            cut = run[max(begin, 0) : max(begin + tokens, 0)]
-            begin -= len(run)
-            if cut:
-                found.append(cut)
-        return tuple(found)
+        return between(self.runs, number * tokens, (number + 1) * tokens)
 
     def rows_of(self, heads: range) -> Runs:
         """Return the rows of a matrix [heads * length, ...] that belong to the rank's tokens in these heads."""
@@ -127,6 +121,17 @@ class SequenceLayout:
             return (range(heads.start * self.length, heads.stop * self.length),)
         at = (head * self.length for head in heads)
         return tuple(range(begin + run.start, begin + run.stop) for begin in at for run in self.runs)
+
+
+def between(runs: Runs, start: int, stop: int) -> Runs:
+    """Return the indices from number `start` to `stop` of those in the runs."""
+    found = []
+    for run in runs:
+        cut = run[max(start, 0) : max(stop, 0)]
+        start, stop = start - len(run), stop - len(run)
+        if cut:
+            found.append(cut)
+    return tuple(found)
 
 
 def _places(runs: Sequence[range], device: torch.device | None) -> Tensor:

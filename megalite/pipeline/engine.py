@@ -23,7 +23,7 @@ from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.device import profile_range, synchronize
 from megalite.parallel.parameter import DeferredGradients
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
-from megalite.pipeline.offloading import slots
+from megalite.pipeline.offloading import ahead, slots
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
@@ -42,6 +42,9 @@ class GradientReceiver(Protocol):
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Start the reductions of a chunk's gradients that are due after this many micro-batches."""
+
+    def leave_out(self, chunk: int) -> None:
+        """Take the gradients of a micro-batch in a chunk as zeros that have arrived."""
 
 
 class RunningStep(Protocol):
@@ -132,10 +135,14 @@ class PipelineEngine(Generic[MicroBatch]):
         step = _Step(self, micro_batches, loss_multipliers or {}, gradients)
         execute = step.execute if observer is None else partial(observer.execute, step=step)
         actions, profiling = list(actions), is_profiling()
+        early: Mapping[int, tuple[int, int]] = {}
         if self.offloading is not None:
-            self.offloading.begin_step(slots(actions))
+            self.offloading.begin_step(of_slots := slots(actions))
+            early = ahead(actions, of_slots, self.offloading.ends)
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
-            for action in actions:
+            for index, action in enumerate(actions):
+                if self.offloading is not None and index in early:
+                    self.offloading.before_computation(action.chunk, action.micro_batch, early[index])
                 if profiling:
                     with profile_range(str(action)):
                         execute(action)
@@ -249,6 +256,8 @@ class _Step(Generic[MicroBatch]):
                 self.gradients.reduce(action.chunk, action.micro_batch + 1)
         elif kind.startswith("receive"):
             self._receive(action)
+        elif kind[:4] == "skip":
+            self._skip(action)
         elif kind.startswith("send"):
             self._send(action)
         else:
@@ -324,6 +333,19 @@ class _Step(Generic[MicroBatch]):
         with self.gradients.deferring(action.chunk) as deferred:
             self._backward(action)
         self._deferred[action.chunk, action.micro_batch] = deferred
+
+    def _skip(self, action: Action) -> None:
+        """Compute nothing: drop what arrives, pass zeros on, and count the gradients as arrived."""
+        chunk, kind = self.engine.chunks[action.chunk], action.kind[-1]
+        way, forth = ("F", True) if kind == "F" else ("B", False)
+        takes, passes = (chunk.takes, chunk.passes) if forth else (chunk.gets_back, chunk.gives_back)
+        if takes and kind != "W":
+            self._arrived(way, action)
+        if passes and kind != "W":
+            zeros = [torch.zeros(each.shape or (), dtype=each.dtype, device=self.engine.device) for each in passes]
+            self._pass_on(way, action, zeros, chunk.stage + (1 if forth else -1))
+        if kind in ("B", "W") and self.gradients is not None:
+            self.gradients.leave_out(action.chunk)
 
     # ------------------------------------------------------------------------------------------------ messages
 

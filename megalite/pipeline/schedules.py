@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 
 from megalite.pipeline.stages import Stages
 
-Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B", "free B"]
+Listed = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B", "free B"]
+Kind = Literal[Listed, "skip F", "skip B", "skip I", "skip W"]
 
 
 class Action(NamedTuple):
@@ -25,6 +26,9 @@ class Action(NamedTuple):
     "receive F" posts the receive of the stage's input, "send F" starts to send its output, and "free F" waits until the
     output has been sent and frees its memory. "receive B", "send B" and "free B" do the same with gradients, which are
     received for the output and sent for the input. `peer` is the pipeline rank at the other end.
+
+    "skip F" takes the place of F, and so on, if a step leaves a micro-batch out: its messages travel, as zeros, and its
+    gradients count as arrived. Proved lists have no such action.
     """
 
     kind: Kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megalite.pipeline.schedules import Action, Kind
@@ -139,14 +140,21 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
     return end - begin - max(sum(span.end - span.start for span in rank) for rank in spans)
 
 
-def peak_in_flight(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
-    """Return the peak of what the forwards of a rank keep until their B or W. `sizes`: size that one forward keeps, by
-    chunk; None: 1, so that forwards are counted.
+def peak_in_flight(
+    order: Sequence[Action], sizes: Sequence[int] | None = None, beside: Mapping[int, int] = MappingProxyType({})
+) -> int:
+    """Return the peak of what the forwards of a rank keep until their B or W.
+
+    Args:
+        sizes: size that one forward keeps, by chunk; None: 1, so that forwards are counted.
+        beside: sizes of what else is kept during an action, by its index.
     """
     kept = peak = 0
-    for action in order:
-        if action.kind in ("F", "B", "W"):
-            size = 1 if sizes is None else sizes[action.chunk]
-            kept += size if action.kind == "F" else -size
-            peak = max(peak, kept)
+    for index, action in enumerate(order):
+        size = 1 if sizes is None else sizes[action.chunk]
+        if action.kind == "F":
+            kept += size
+        peak = max(peak, kept + beside.get(index, 0))
+        if action.kind in ("B", "W"):
+            kept -= size
     return peak

@@ -25,6 +25,9 @@ class TimeLine:
     """Spans of each rank, from the step's start."""
     in_seconds: bool = False
     """True: times are in seconds. False: in units of an assumed time."""
+    blocks: tuple[int, ...] = ()
+    """Number of blocks of each stage: layers, with the embedding in the first stage and the output layer in the last;
+    empty: not known."""
 
     @cached_property
     def computation(self) -> list[list[Span]]:

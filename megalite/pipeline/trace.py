@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megalite.errors import DataError
-from megalite.pipeline.schedules import Action, Kind
+from megalite.pipeline.schedules import Action, Listed
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
-from megalite.small_files import read_json
+from megalite.small_files import is_count, read_json, shown
 
 MICROSECONDS = 1e6
-_MOST_MARKS = 6_000_000
+MOST_MARKS = 6_000_000
 """Largest number of braces, brackets, commas and colons in a file: enough for 200,000 computations."""
 LONGEST = 1e9
 """Largest time in a trace, in seconds."""
@@ -38,6 +38,7 @@ def to_trace(time_line: TimeLine) -> str:
                 "title": time_line.title,
                 "stages": {name: getattr(time_line.stages, name) for name in _STAGES},
                 "in_seconds": time_line.in_seconds,
+                "blocks": time_line.blocks,
             },
         }
     )
@@ -70,12 +71,24 @@ def read_trace(path: Path) -> TimeLine:
     Raises DataError if the file cannot be read or is not such a trace.
     """
     try:
-        return _time_line(read_json(path, most_marks=_MOST_MARKS))
+        return parse_trace(path, read_json(path, most_marks=MOST_MARKS))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise _no_trace(path, error) from error
+
+
+def parse_trace(path: Path, trace: Any) -> TimeLine:
+    """Return the time line of a file's JSON, which `read_json` gave. Raises DataError if it is not such a trace."""
+    try:
+        return _time_line(trace)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is not a trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
+        raise _no_trace(path, error) from error
+
+
+def _no_trace(path: Path, error: Exception) -> DataError:
+    problem = f"{type(error).__name__}: {error}"
+    return DataError(f"{path} is not a trace of --profile-pipeline or of draw_schedule.py ({problem})")
 
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
@@ -89,7 +102,10 @@ def _time_line(trace: Mapping[str, Any]) -> TimeLine:
         if event["ph"] == "X":
             rank, span = _span(event, stages)
             spans[rank].append(span)
-    time_line = TimeLine(str(header["title"]), stages, spans, bool(header["in_seconds"]))
+    blocks = tuple(header.get("blocks", ()))
+    if not all(map(is_count, blocks)) or len(blocks) not in (0, stages.count):
+        raise ValueError(f"it has {shown(blocks)} as blocks of {stages.count} stages")
+    time_line = TimeLine(str(header["title"]), stages, spans, bool(header["in_seconds"]), blocks)
     if not any(span.end > span.start for rank in time_line.computation for span in rank):
         raise ValueError("it has no computation")
     return time_line
@@ -99,7 +115,7 @@ def _span(event: Mapping[str, Any], stages: Stages) -> tuple[int, Span]:
     arguments = {name: value for name, value in event["args"].items() if name != "stage"}
     action, rank = Action(**arguments), event["pid"]
     start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
-    known = action.kind in get_args(Kind) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
+    known = action.kind in get_args(Listed) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
     if not (known and action.micro_batch >= 0 and 0 <= start <= end < LONGEST):
         raise ValueError(f"{event['name']} of rank {rank} is impossible")
     return rank, Span(action, start, end)

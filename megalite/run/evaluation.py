@@ -51,9 +51,9 @@ def evaluate(
 
 def _of_batch(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tuple[TermSums, TermSums]]:
     """Yield this rank's sums and counts of a batch."""
-    number = trainer.num_micro_batches(trainer.evaluation_batch_size)
-    micro_batches = loader.micro_batches(start, number)
-    sums = trainer.engine.run(trainer.schedules.evaluation(number), micro_batches)
+    deal = trainer.deal(trainer.evaluation_batch_size)
+    micro_batches = loader.micro_batches(start, deal)
+    sums = trainer.engine.run(trainer.schedules.evaluation(deal.slots), micro_batches)
     yield sums, loss_terms.counted(trainer.task.evaluated, micro_batches, trainer.mesh.device)
 
 

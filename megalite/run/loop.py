@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.lifecycle.control_files import ControlFiles
+from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.collectives import on_any_rank
@@ -27,6 +27,12 @@ from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
+
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision, Ledger
+
+LEDGER = "ledger.jsonl"
+"""File of the run directory with decisions that depart from the plain rule, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class TrainingLoop:
         self.startup = startup
         self._timed = trainer.iteration
         self._writer = MetricsWriter()
+        self._ledger: Ledger | None = None
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self._stack = ExitStack()
@@ -120,6 +127,8 @@ class TrainingLoop:
             trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
+            if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
+                self._ledger = stack.enter_context(self._open_ledger(trainer.directory))
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
@@ -153,6 +162,8 @@ class TrainingLoop:
             figures["world_size"] = self.mesh.world_size
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         self._record(self.metrics)
+        if self.trainer.decisions:
+            self.record_decisions(self.trainer.decisions)
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
@@ -222,6 +233,11 @@ class TrainingLoop:
     def _save(self, *, last: bool) -> None:
         with self.sections(SAVE):
             self._writer.publish()
+            if (decision := self.trainer.balance()) is not None:
+                self.display.message(f"data-parallel shares: {decision.why}")
+                self.record_decisions([decision])
+            if self._ledger is not None:
+                self._ledger.publish()
             self.trainer.save(self.display, last=last)
         self.saved = self.trainer.iteration
 
@@ -307,6 +323,26 @@ class TrainingLoop:
         told = self._writer.write(metrics)
         if told is not None:
             self.display.message(told)
+
+    def record_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Write decisions that the last step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes."""
+        directory = self.trainer.directory
+        if self.mesh.rank != 0 or directory is None:
+            return
+        if self._ledger is None:
+            self._ledger = self._stack.enter_context(self._open_ledger(directory))
+        told = self._ledger.write(self.trainer.iteration, decisions)
+        if told is not None:
+            self.display.message(told)
+
+    def _open_ledger(self, directory: AnyPath) -> Ledger:
+        """Open the ledger, without the lines of steps that are run again."""
+        from megalite.training.ledger import Ledger  # few runs have one
+
+        ledger = Ledger(directory / LEDGER, self.trainer.iteration)
+        if ledger.note is not None:
+            self.display.message(ledger.note)
+        return ledger
 
 
 def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | None:

@@ -14,7 +14,7 @@ from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.data.any_dataset import AnyDatasetLoader, Batch, check, checksum_of_start
 from megalite.data.sample_source import SampleSource
-from megalite.data.sampler import GlobalBatchSize
+from megalite.data.sampler import Deal, GlobalBatchSize, equal_deal
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.modules.forward_state import ForwardState
 from megalite.parallel.collectives import all_gather_json
@@ -36,8 +36,8 @@ class _Loader:
     to_micro_batch: Callable[[Batch], Any]
     length: int | None = None
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Any]:
-        return [self.to_micro_batch(each) for each in self.batches.micro_batches(consumed_samples, num_micro_batches)]
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> list[Any]:
+        return [self.to_micro_batch(each) for each in self.batches.micro_batches(consumed_samples, deal)]
 
     def __enter__(self) -> _Loader:
         return self
@@ -90,19 +90,19 @@ class DatasetTask(Task):
         return ForwardState()  # a loss of one's own may draw random numbers
 
     def _loader_of(self, source: SampleSource) -> AnyDatasetLoader:
-        return AnyDatasetLoader(
-            source,
-            micro_batch_size=self.config.training.micro_batch_size,
-            data_parallel_rank=self.mesh.coordinate("dp"),
-            data_parallel_size=self.mesh.size("dp"),
-        )
+        return AnyDatasetLoader(source, micro_batch_size=self.config.training.micro_batch_size)
+
+    def _turn(self) -> Deal:
+        """Return this rank's part of one micro-batch for each rank."""
+        ranks = self.mesh.size("dp")
+        return equal_deal(self.mesh.coordinate("dp"), ranks, ranks)
 
     def first_micro_batch(self) -> Any:
         """Return this rank's micro-batch of the dataset's first samples; None without a dataset."""
         if self.train is None:
             return None
         with self._loader_of(self.train) as loader:
-            (batch,) = loader.micro_batches(0, 1)
+            (batch,) = loader.micro_batches(0, self._turn())
         return self.to_micro_batch(batch)
 
     def train_loader(self) -> _Loader:
@@ -139,7 +139,7 @@ class DatasetTask(Task):
         while start < loader.length:
             size = min(self.config.training.micro_batch_size, max(1, (loader.length - start) // ranks))
             loader.batches.resize(size)
-            (micro_batch,) = loader.micro_batches(start, 1)
+            (micro_batch,) = loader.micro_batches(start, self._turn())
             yield micro_batch, self.stages_for(micro_batch), start + rank * size < loader.length
             start += size * ranks
 
@@ -192,7 +192,7 @@ class _NoData(AnyDatasetLoader):
     def __init__(self) -> None:
         pass
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Batch]:
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> list[Batch]:
         raise ConfigurationError("this run has no dataset: give Trainer(dataset=...), or batches to its methods")
 
     def close(self) -> None:

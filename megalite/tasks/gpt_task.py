@@ -12,6 +12,7 @@ from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
+from megalite.data.sampler import Deal
 from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
@@ -38,8 +39,8 @@ class _Loader:
     cut: Callable[[Iterable[MicroBatchArrays]], list[MicroBatch]]
     length: int | None = None
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatch]:
-        return self.cut(self.arrays.micro_batches(consumed_samples, num_micro_batches))
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatch]:
+        return self.cut(self.arrays.micro_batches(consumed_samples, deal))
 
     def __enter__(self) -> _Loader:
         self.arrays.__enter__()
@@ -54,6 +55,7 @@ class GPTTask(GPTNetworkTask):
 
     loss_name = LM_LOSS.name
     evaluated = (LM_LOSS,)
+    has_empty_slots = True
 
     def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
         self.config, self.data, self.mesh = config, data, mesh

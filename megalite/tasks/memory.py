@@ -59,7 +59,7 @@ def in_words(number: float) -> str:
 def measured(
     optimizer: Optimizer,
     forwards: Iterable[Callable[[], object]],
-    peak: Callable[[Sequence[int]], int] = sum,
+    peak: Callable[[Sequence[int], Sequence[int]], int] = lambda kept, _: sum(kept),
     offloading: ActivationOffload | None = None,
     buffers: Callable[[Sequence[int]], int] = sum,
 ) -> Memory:
@@ -67,7 +67,8 @@ def measured(
 
     Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
     that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
-    micro-batch, and `buffers` those of the host from the bytes that each chunk offloads.
+    micro-batch and those that its last offloaded layer offloads, and `buffers` those of the host from the bytes that
+    each chunk offloads.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
     flats = [*buckets, *optimizer.frozen]
@@ -83,31 +84,32 @@ def measured(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
-        activations=peak([size for size, _ in saved]),
-        host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size in saved])),
+        activations=peak([size for size, _, _ in saved], [size for _, _, size in saved]),
+        host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size, _ in saved])),
     )
 
 
 def _kept(
     forward: Callable[[], object], parameters: Container[int], offloading: ActivationOffload | None, chunk: int
-) -> tuple[int, int]:
-    """Return the bytes that a chunk's forward keeps for backward on the device, and those that it offloads to the host,
-    without the storages of parameters.
+) -> tuple[int, int, int]:
+    """Return the bytes that a chunk's forward keeps for backward on the device, those that it offloads to the host, and
+    those of them that its last offloaded layer does, without the storages of parameters.
     """
     activations: dict[int, int] = {}
-    offloaded: dict[int, int] = {}
+    offloaded: dict[int, dict[int, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_identity(tensor) not in parameters:
-            taken = offloading is not None and offloading.takes(tensor)
-            (offloaded if taken else activations).update(_storages([tensor]))
+            layer = None if offloading is None else offloading.taken_by(tensor)
+            (activations if layer is None else offloaded.setdefault(layer, {})).update(_storages([tensor]))
         return tensor.detach()  # an output that its own node keeps would never be freed
 
     counting = nullcontext() if offloading is None else offloading.counting(chunk)
     with counting, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = forward()  # kept alive until all hooks have run, so that no address is used twice
     del graph
-    return sum(activations.values()), sum(offloaded.values())
+    of_layers = [sum(offloaded[layer].values()) for layer in sorted(offloaded)]
+    return sum(activations.values()), sum(of_layers), sum(of_layers[-1:])
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

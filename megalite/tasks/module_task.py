@@ -299,7 +299,8 @@ class ModuleTask(DatasetTask):
             layers.append(list(range(min(count, len(chunk.parts())))))
             count -= len(layers[-1])
         transfers, retains = make_transfers(self.mesh.device), options.cpu_offloading_retain_pinned_cpu_buffers
-        self.offloading = offload = ActivationOffload(transfers, self.chunks, layers, retains=retains)
+        ends = [number for number, chunk in enumerate(self.chunks) if len(layers[number]) == len(chunk.parts())]
+        self.offloading = offload = ActivationOffload(transfers, self.chunks, layers, ends=ends, retains=retains)
         for number, chunk in enumerate(self.chunks):
             for index, (_, part) in zip(layers[number], chunk.parts(), strict=False):
                 around(part, partial(offload.around_layer, number, index, everything=True))

@@ -12,13 +12,14 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
+from megalite.entry_points import entry_point
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
-from megalite.pipeline.offloading import slots
+from megalite.pipeline.offloading import ahead, slots
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
@@ -30,7 +31,7 @@ from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 
 _MATRICES = "matrices of layers"
 
@@ -44,9 +45,8 @@ def layout_line(trainer: Summarized) -> str:
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if (instances := trainer.optimizer.options.instances) > 1:
         zero += f" in {instances} instances"
-    count = trainer.num_micro_batches(trainer.task.batch_size.final)
-    micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
+    shares = trainer.shares.description(trainer.task.batch_size.final // trainer.config.training.micro_batch_size)
+    return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {shares}"
 
 
 def training_line(trainer: Summarized) -> str:
@@ -81,6 +81,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
+        **_devices(trainer, task),
         **_synchronization(trainer),
         **_context(task),
         **_pipeline(trainer, task),
@@ -91,6 +92,15 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),
     }
+
+
+def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
+    """Return the classes of devices that are not alike, and what the slowest one costs, on the rank that shows it."""
+    config, mesh = task.config, trainer.mesh
+    if config.parallel.device_classes is None or mesh.rank != 0:
+        return {}
+    lines: dict[str, object] = entry_point("device_lines")(config, of_gpu=on_gpu(mesh.device))
+    return lines
 
 
 def _synchronization(trainer: Summarized) -> dict[str, object]:
@@ -221,9 +231,13 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
     }
 
 
-def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
-    """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    return peak_in_flight(_step_actions(trainer), sizes)
+def _peak(trainer: Summarized, sizes: Sequence[int], last: Sequence[int]) -> int:
+    """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch, and what its
+    last offloaded layer offloads: that is on the device from the computation before its backward on.
+    """
+    actions, offloading = _step_actions(trainer), trainer.task.offloading
+    early = {} if offloading is None else ahead(actions, slots(actions), offloading.ends)
+    return peak_in_flight(actions, sizes, {index: last[chunk] for index, (chunk, _) in early.items()})
 
 
 def _step_actions(trainer: Summarized) -> Sequence[Action]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
+from megalite.data.sampler import Shares
+from megalite.entry_points import entry_point
 from megalite.model import gpt
 from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
@@ -70,14 +73,21 @@ def make_loader(
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
-        data_parallel_rank=mesh.coordinate("dp"),
-        data_parallel_size=mesh.size("dp"),
         vocab_size=data.tokenizer.vocab_size,
-        replicas=config.synchronization.replicas(mesh.size("dp")),
         num_workers=config.data.num_workers,
         verification=data.verification,
         routing=routing,
     )
+
+
+def make_shares(config: TaskConfig, mesh: ParallelMesh) -> Shares:
+    """Return the shares of the data-parallel ranks in the micro-batches of a step."""
+    ranks = mesh.size("dp")
+    if config.parallel.data_parallel_shares is not None:
+        from megalite.training.unequal_shares import make_unequal_shares
+
+        return make_unequal_shares(config, mesh)
+    return Shares(mesh.coordinate("dp"), ranks, config.synchronization.replicas(ranks))
 
 
 def model_dtype(config: TaskConfig) -> torch.dtype:
@@ -85,12 +95,25 @@ def model_dtype(config: TaskConfig) -> torch.dtype:
     return dtype
 
 
+AnyConfig = TypeVar("AnyConfig", bound=TaskConfig)
+
+
+def config_of_rank(config: AnyConfig, rank: int) -> AnyConfig:
+    """Return the configuration of a rank: the run's, unless the class of the rank's device has flags of its own."""
+    if config.parallel.device_classes is None:
+        return config
+    found: AnyConfig = entry_point("config_of_rank")(config, rank)
+    return found
+
+
 def make_recompute(config: RunConfig) -> Recompute:
     training = config.training
+    parts = training.mlp_chunks_for_training
     if training.recompute_granularity == "full":
-        return Recompute(method=training.recompute_method or "uniform", layers=training.recompute_num_layers or 1)
+        method, layers = training.recompute_method or "uniform", training.recompute_num_layers or 1
+        return Recompute(mlp_parts=parts, method=method, layers=layers)
     modules = training.recompute_modules if training.recompute_granularity == "selective" else ()
-    return Recompute(attention="core_attn" in modules, moe="moe" in modules)
+    return Recompute(attention="core_attn" in modules, moe="moe" in modules, mlp_parts=parts)
 
 
 def make_stages(config: RunConfig) -> Stages:
@@ -120,7 +143,7 @@ def make_networks(
         parts,
         ends,
         sequence_parallel=config.parallel.sequence_parallel,
-        recompute=make_recompute(config),
+        recompute=make_recompute(config_of_rank(config, mesh.rank)),
         loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
         dtype=model_dtype(config),
         attention_ways=attention_ways(config.parallel),
@@ -254,7 +277,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
-        fraction_on_host=config.offload.fraction_on_host,
+        fraction_on_host=lambda rank: config_of_rank(config, rank).offload.fraction_on_host,
         own=optimizer,
         optimizers=optimizers,
     )
@@ -281,7 +304,7 @@ def make_optimizer(
     """
     synchronization = synchronization or Synchronization(mesh)
     options = replace(data_parallel(config, mesh, stages), allow_unused=allow_unused)
-    host = host_state(config.offload, mesh.device)
+    host = host_state(config_of_rank(config, mesh.rank).offload, mesh.device)
     if host is not None:
         on_host = host.transfers if config.offload.parameter_offload else None
         options = replace(options, overlap_arrival=host.overlap, slices_on_host=on_host)

@@ -99,6 +99,10 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
     _leave_untraced()
     for chunk in chunks:
         for layer in chunk.layers:
+            in_parts: Any = layer.in_parts
+            if in_parts is not None:
+                in_parts.transform = torch.compile(in_parts.transform, backend=backend, dynamic=False)
+                layer.in_parts = torch.compiler.disable(in_parts)
             layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 

@@ -30,7 +30,7 @@ _OTHERWISE = {
     "data": " ".join(NOT_OF_THE_SAMPLES),
     "training": """micro_batch_size eval_global_batch_size empty_unused_memory_level eval_iters eval_interval
         exit_interval exit_duration_in_mins deterministic_mode recompute_granularity
-        recompute_modules recompute_method recompute_num_layers manual_gc manual_gc_interval
+        recompute_modules recompute_method recompute_num_layers mlp_chunks_for_training manual_gc manual_gc_interval
         manual_gc_eval moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
     "synchronization": "all_reduce_algorithm",

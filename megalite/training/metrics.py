@@ -13,13 +13,14 @@ import math
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Self, TextIO, cast
 
 from megalite.atomic_files import open_itself
 from megalite.errors import CheckpointError
@@ -98,7 +99,7 @@ THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops
 ON_REQUEST = {
     *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
-    *("staleness", "dropped_gradients", "host_memory_bytes"),
+    *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes"),
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
 }
 """Figures that flags add to the record of a step."""
@@ -131,11 +132,40 @@ class Recorded:
         ]
 
 
-class MetricsWriter:
+class StepWriter(ABC):
+    """Writer of lines about steps, a context manager that closes it. `close` writes and publishes what is left.
+
+    An object in an object store cannot be appended to: `publish` and `close` replace it with all lines.
+    """
+
+    _published: Published | None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write and publish what is left. Raises CheckpointError if that fails."""
+
+    def publish(self) -> None:
+        """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
+        missing.
+
+        If this fails, the next call tries again, and `close` is the last try.
+        """
+        if self._published is not None:
+            with suppress(OSError):
+                self._published.publish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
+            self.close()
+
+
+class MetricsWriter(StepWriter):
     """Writer that appends records to `path` and to TensorBoard, without a delay. One rank writes.
 
-    An object in an object store cannot be appended to: `publish` and `close` replace it with all lines. `note` is a
-    message if the file is damaged or lacks records.
+    `note` is a message if the file is damaged or lacks records.
 
     Args:
         path: metrics file; None: no file.
@@ -212,23 +242,6 @@ class MetricsWriter:
                 )
         return None if failed else told
 
-    def publish(self) -> None:
-        """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
-        missing.
-
-        If this fails, the next call tries again, and `close` is the last try.
-        """
-        if self._published is not None:
-            with suppress(OSError):
-                self._published.publish()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
-            self.close()
-
     def close(self) -> None:
         with self._writing():
             if self._lines is not None:
@@ -239,7 +252,7 @@ class MetricsWriter:
                 self._events.close()
 
 
-class _Growing:
+class Growing:
     """File that is appended to, without a buffer, which would lose or tear data for which there is no space."""
 
     def __init__(self, path: Path) -> None:
@@ -258,7 +271,7 @@ class _Growing:
             self.append(b"")
 
 
-class _Lines(_Growing):
+class _Lines(Growing):
     """The JSON lines of metrics.jsonl."""
 
     def write(self, record: Mapping[str, Value]) -> None:
@@ -267,7 +280,7 @@ class _Lines(_Growing):
         self.append(json.dumps(line).encode() + b"\n")
 
 
-class _Events(_Growing):
+class _Events(Growing):
     """Event file of TensorBoard. (TensorBoard's own writer stops permanently at the first write that fails.)"""
 
     def __init__(self, directory: Path, resume_iteration: int, step_interval: int, left_out: Collection[str]) -> None:
@@ -327,7 +340,7 @@ def has_test_loss(path: AnyPath, iteration: int) -> bool:
     except (OSError, ValueError):
         return False
     with lines:
-        records = (record for _, record in _records(lines) if record is not None)
+        records = (record for _, record in _records(lines, "iteration") if record is not None)
         return any("test_loss" in record and record["iteration"] == iteration for record in records)
 
 
@@ -340,22 +353,15 @@ def truncate_after(
     """
     steps: set[int] = set()
     evaluations: set[int] = set()
-    damaged = 0
-    if path.exists():
-        aside = path.with_name(path.name + ".tmp")
-        with _opened(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
-            for line, record in _records(lines):
-                if record is None:
-                    damaged += 1
-                    continue
-                number = cast(int, record["iteration"])
-                beyond = iteration if evaluation_left and "valid_loss" in record else iteration + 1
-                if number < beyond:
-                    (evaluations if "valid_loss" in record else steps if "grad_norm" in record else set()).add(number)
-                    kept.write(line)
-            kept.flush()
-            os.fsync(kept.fileno())
-        os.replace(aside, path)
+
+    def is_kept(record: Mapping[str, Value]) -> bool:
+        number = cast(int, record["iteration"])
+        if number >= (iteration if evaluation_left and "valid_loss" in record else iteration + 1):
+            return False
+        (evaluations if "valid_loss" in record else steps if "grad_norm" in record else set()).add(number)
+        return True
+
+    damaged = cut(path, is_kept)
     lacking = [] if recorded is None else recorded.lacks(steps, evaluations)
     return [
         *([f"lacks {' and '.join(lacking)}"] if lacking else []),
@@ -363,17 +369,37 @@ def truncate_after(
     ]
 
 
+def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = "iteration") -> int:
+    """Remove damaged lines of a file, and those of records that are not kept. The file is replaced atomically.
+
+    `step`: the key of a record's step, without which it is damaged. Returns the number of damaged lines.
+    """
+    damaged = 0
+    if path.exists():
+        aside = path.with_name(path.name + ".tmp")
+        with _opened(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
+            for line, record in _records(lines, step):
+                if record is None:
+                    damaged += 1
+                elif is_kept(record):
+                    kept.write(line)
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(aside, path)
+    return damaged
+
+
 def _opened(path: Path) -> TextIO:
     """Open the file. Raises OSError, and ValueError if it is not a regular file."""
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
-def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | None]]:
+def _records(lines: Iterable[str], step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
     """Yield each line with its record, or None if it is damaged."""
     for line in lines:
         try:
             record = json.loads(line)
-            whole = type(record["iteration"]) is int
+            whole = type(record[step]) is int
         except (ValueError, TypeError, KeyError, RecursionError):
             whole = False
         yield line, record if whole else None

@@ -65,7 +65,7 @@ class _SecondRun:
     samples: Sequence[int]
     """First and last sample of the finding's micro-batch on this rank; empty without a finding."""
     micro_batches: Sequence[int]
-    """Micro-batches with at least one finding."""
+    """First samples of the micro-batches with at least one finding. An empty slot has those of another one."""
     own: Sequence[str]
     summed: Sequence[str]
     """`own` and `summed` have the same meaning as in `_FirstRun`."""
@@ -96,7 +96,7 @@ def locate(
         engine.run(step.actions, step.micro_batches, step.multipliers, optimizer, search)
     result = optimizer.agreed(optimizer.complete(step.loss_scale))
     second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
-    cause = _describe_cause(first, second, result, hosts, mesh, step)
+    cause = _describe_cause(first, second, result, hosts, step)
     return f"{told}. It was run once more to find the cause: {cause}"
 
 
@@ -110,7 +110,8 @@ def _first_run(step: Gradients, optimizer: Optimizer) -> _FirstRun:
 
 
 def _second_run(search: Search, step: Gradients, optimizer: Optimizer) -> _SecondRun:
-    rest = sorted(search.micro_batches), *_gradients(optimizer)
+    first_samples = {step.micro_batches[number].sample_ids[0] for number in search.micro_batches}
+    rest = sorted(first_samples), *_gradients(optimizer)
     if search.first is None:
         return _SecondRun(None, (), *rest)
     micro_batch = step.micro_batches[search.first.micro_batch]
@@ -172,16 +173,14 @@ def _describe_cause(
     second: Sequence[_SecondRun],
     result: StepResult,
     hosts: Sequence[str],
-    mesh: ParallelMesh,
     step: Gradients,
 ) -> str:
     """Return what a second run of a skipped step has found, by the reports of all ranks on both runs."""
     if not result.skipped:
         return f"it was finite. So suspect a device or its memory, not the model. In the first run {_suspects(first)}"
     if any(report.finding for report in second):
-        replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
-        affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
-        total = mesh.size("dp") * len(step.micro_batches)
+        affected = {sample for report in second for sample in report.micro_batches}
+        total = step.batch_size // len(step.micro_batches[0].sample_ids)
         return f"{_describe_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)

@@ -7,7 +7,7 @@ allocator and the measured time line of one pipeline step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.drawing import write_timeline
 from megalite.pipeline.engine import Recording
 from megalite.pipeline.schedules import Action
@@ -249,9 +250,15 @@ def begin_recording(mesh: ParallelMesh) -> Recording:
 
 
 def write_recording(
-    recording: Recording, stages: Stages, mesh: ParallelMesh, directory: Path, iteration: int
+    recording: Recording,
+    stages: Stages,
+    mesh: ParallelMesh,
+    directory: Path,
+    iteration: int,
+    chunks: Sequence[StageModule],
 ) -> str | None:
-    """Draw the step of rank 0's pipeline into the run directory. Called by all ranks together.
+    """Draw the step of rank 0's pipeline, of which this rank has `chunks`, into the run directory. Called by all ranks
+    together.
 
     Returns a message on rank 0, a warning if writing fails; None on other ranks.
     """
@@ -259,11 +266,13 @@ def write_recording(
         [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]
         for span in recording.spans
     ]
-    recordings = collectives.all_gather_json(own, mesh, "pp")
+    gathered = collectives.all_gather_json([own, [len(chunk.blocks()) for chunk in chunks]], mesh, "pp")
     if mesh.rank != 0:
         return None
-    spans = [[Span(Action(*action), start, end) for *action, start, end in each] for each in recordings]
-    time_line = TimeLine(f"Step {iteration}, measured", stages, spans, in_seconds=True)
+    spans = [[Span(Action(*action), start, end) for *action, start, end in each] for each, _ in gathered]
+    places = map(stages.place, range(stages.count))
+    blocks = tuple(gathered[rank][1][chunk] for rank, chunk in places)
+    time_line = TimeLine(f"Step {iteration}, measured", stages, spans, True, blocks)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)

@@ -12,7 +12,7 @@ from megalite.checkpoint import Manifest
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import GlobalBatchSize
+from megalite.data.sampler import Deal, GlobalBatchSize, Shares
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
@@ -38,7 +38,7 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
     length: int | None
     """Number of samples of an evaluation at most; None: it has as many as are asked for."""
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
 
 
@@ -52,6 +52,7 @@ class Summarized(Protocol):
     chunks: Sequence[StageModule]
     optimizer: Optimizer
     schedules: ProvedSchedules
+    shares: Shares
     iterations: int
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -78,6 +79,7 @@ class Task(ABC):
         factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
             that of a single one.
         offloading: copies what the layers of this rank save for backward to the host; None: it stays.
+        has_empty_slots: micro-batches can be empty: all their tokens are padding, which counts nowhere.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
     """
@@ -94,6 +96,7 @@ class Task(ABC):
     factors: Mapping[str, Factor] = MappingProxyType({})
     offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
+    has_empty_slots: bool = False
 
     # ------------------------------------------------------------------------------------------------ the network
 

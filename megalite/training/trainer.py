@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
+from megalite.data.sampler import Deal
 from megalite.errors import ConfigurationError
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
@@ -46,6 +47,9 @@ from megalite.training.resume import ResumePoint, check_optimizers, check_schedu
 from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision
+
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
 
@@ -54,7 +58,12 @@ class Trainer:
     """Training state of this rank. The loop (loop.py) decides when to step, to evaluate and to save.
 
     The position in the data and the learning rate depend on `consumed_samples` alone.
+
+    Attributes:
+        decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
+
+    decisions: Sequence[Decision] = ()
 
     def __init__(
         self,
@@ -88,13 +97,12 @@ class Trainer:
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.engine.offloading = task.offloading
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
-        least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
-        micro_batches = [self.num_micro_batches(size) for size in task.batch_size.sizes if size % least == 0]
-        evaluation = self.num_micro_batches(self.evaluation_batch_size)
-        self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
+        self.shares = builder.make_shares(config, mesh)
+        self.shares.require(task.has_empty_slots)
+        micro_batches = self.prove_steps()
         if task.offloading is not None:
             for number in micro_batches:
-                proved(self.schedules.training(number), task.offloading.layers)
+                proved(self.schedules.training(number), task.offloading.layers, task.offloading.ends)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
@@ -154,6 +162,8 @@ class Trainer:
         if micro_batches is None:
             micro_batches = self.next_micro_batches()
         batch_size = sum(len(each.sample_ids) for each in micro_batches) * self.mesh.size("dp")
+        if not self.shares.are_equal:  # then micro-batches are those that the shares say
+            batch_size = self.task.batch_size.at(self.consumed_samples)
         micro_batches = self.task.begin_step(micro_batches, self.consumed_samples)
         terms = self.terms if terms is None else terms
         counts, divisors = self._counts(terms, loss_terms.counted(terms, micro_batches, self.mesh.device))
@@ -165,10 +175,11 @@ class Trainer:
         actions = self.schedules.training(len(micro_batches))
         scaled = multipliers(loss_terms.loss_multipliers(terms, divisors, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
-        self._time_line = recording = begin_recording(self.mesh) if records else None
+        self._time_line = begin_recording(self.mesh) if records else None
+        observer = self._time_line or observer or self.shares.observer
         before = None if self._forward_state is None else self._forward_state.copy()
         with undone_by_error(before), self.sections(FORWARD_BACKWARD):
-            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
+            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, observer)
         return Gradients(
             began=began,
             bytes_sent=bytes_sent,
@@ -237,9 +248,9 @@ class Trainer:
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
-        number = self.num_micro_batches(self.task.batch_size.at(self.consumed_samples))
+        deal = self.deal(self.task.batch_size.at(self.consumed_samples))
         with self.sections(DATA):
-            return self.loader.micro_batches(self.consumed_samples, number)
+            return self.loader.micro_batches(self.consumed_samples, deal)
 
     def return_unused_memory(self, level: int) -> None:
         """Give cached memory of the device back, if the setting is at least this level."""
@@ -267,22 +278,55 @@ class Trainer:
         if recording is None or not isinstance(self.directory, Path):
             return None
         with self.sections(PROFILE):
-            return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
+            stages = self.schedules.stages
+            return write_recording(recording, stages, self.mesh, self.directory, self.iteration, self.chunks)
 
-    def num_micro_batches(self, batch_size: int) -> int:
-        """Return the number of micro-batches per rank in a step of `batch_size` samples.
+    def deal(self, batch_size: int) -> Deal:
+        """Return this rank's micro-batches of a step of `batch_size` samples.
 
         Raises:
-            ConfigurationError: it is not whole, as with an early size of a schedule on too many ranks.
+            ConfigurationError: they cannot be dealt, as with an early size of a schedule on too many ranks.
         """
-        whole, rest = divmod(batch_size, self.config.training.micro_batch_size * self.mesh.size("dp"))
-        if rest:
+        micro_batch_size, shares = self.config.training.micro_batch_size, self.shares
+        micro_batches, rest = divmod(batch_size, micro_batch_size)
+        if rest or not shares.can_deal(micro_batches):
             raise ConfigurationError(
                 f"--step-batch-size-schedule: the size {batch_size}, of the step at {self.consumed_samples} samples, "
-                f"is not a multiple of --micro-batch-size {self.config.training.micro_batch_size} x "
-                f"{self.mesh.size('dp')} data-parallel ranks: begin with fewer ranks"
+                f"is not a multiple of --micro-batch-size {micro_batch_size} x {shares.unit}, with a micro-batch for "
+                f"each of {shares.ranks} data-parallel ranks: begin with fewer ranks"
             )
-        return whole
+        return shares.deal(micro_batches)
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Return the number of micro-batches of this rank in a step of `batch_size` samples."""
+        return self.deal(batch_size).slots
+
+    def balance(self) -> Decision | None:
+        """Take the shares that measured times ask for. Returns the decision if there are others.
+
+        Called by all ranks together, between two steps, before a save.
+        """
+        why = self.shares.balance()
+        if why is None:
+            return None
+        from megalite.training.ledger import Decision
+
+        self.prove_steps()
+        return Decision("shares", list(range(self.shares.ranks)), (), "trained", why)
+
+    def prove_steps(self) -> Sequence[int]:
+        """Prove the steps of all ranks. Returns the numbers of their micro-batches. Called by all ranks together."""
+        micro_batch_size = self.config.training.micro_batch_size
+        steps = [divmod(size, micro_batch_size) for size in self.task.batch_size.sizes]
+        # A run that continues may be past sizes that are too small for its ranks.
+        numbers = [number for number, rest in steps if not rest and self.shares.can_deal(number)]
+        training = [slots for number in numbers for slots in self.shares.slots(number)]
+        evaluation = self.shares.slots(self.evaluation_batch_size // micro_batch_size)
+        self.schedules.prove(training=training, evaluation=evaluation, mesh=self.mesh)
+        if not self.shares.are_equal:
+            lists = {slots: self.schedules.training(slots) for slots in training}
+            self.shares.check({n: [each.chunk for each in actions if each.kind == "R"] for n, actions in lists.items()})
+        return training
 
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""
@@ -296,7 +340,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
-        self.checkpoints.save(self._training_state(), config, display, last=last)
+        self.checkpoints.save(self._training_state(), {**config, **self.shares.saved()}, display, last=last)
 
     def _training_state(self) -> TrainingState:
         """Return the progress of the run for a checkpoint."""
@@ -353,7 +397,10 @@ class Trainer:
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
-            notes += factor_notes(described.config, self.task.factors)
+            proved_for = self.shares.saved()
+            notes += factor_notes(described.config, self.task.factors) + self.shares.restore(described.config)
+            if self.shares.saved() != proved_for:
+                self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             notes += self._optimizer_notes(path, described.config)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
@@ -442,7 +489,7 @@ class Trainer:
         """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.task.batch_size.final)
-        most = max(self.task.batch_size.sizes) // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+        most = max(self.shares.slots(max(self.task.batch_size.sizes) // self.config.training.micro_batch_size))
         sums = builder.gradient_notes(self.config, most)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         return (*rates, *sums, *self.loaded.notes, *saves, *profile, *self.task.notes())

@@ -74,6 +74,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "instances": (1, 2),
     "overlap": ("none", "reduce", "reduce and gather"),
     "recompute": ("none", "selective", "uniform", "block"),
+    "mlp_parts": (1, 3),
     "micro_batch_size": (1, 2),
     "fused_loss": (False, True),
 }
@@ -126,7 +127,9 @@ class Cell:
     instances: int = 1
     overlap: str = "none"
     recompute: str = "none"
+    mlp_parts: int = 1  # of the sequence, in dense feed-forward layers
     micro_batch_size: int = 1
+    shares: tuple[int, ...] | None = None  # micro-batches of each data-parallel rank; None: all have as many
     fused_loss: bool = False  # fused with the output layer
     # the data
     samples: int = 4  # per step, over all ranks
@@ -205,7 +208,7 @@ class Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, compiled=None, infinity_on=None).on_device()
+        return replace(self, **plain, shares=None, compiled=None, infinity_on=None).on_device()
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
-from megalite.data.loader import MicroBatchArrays
+from megalite.config.parallel import STRATEGIES, ParallelConfig
+from megalite.config.validate_shares import ranks_together
+from megalite.data.loader import MicroBatchArrays, emptied
+from megalite.data.sampler import Shares
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -49,6 +52,7 @@ from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
 from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.kernels import compile_layers
+from megalite.training.unequal_shares import UnequalShares
 from tests.distributed.layout_cell import (
     RECOMPUTE,
     Cell,
@@ -176,7 +180,10 @@ class Training:
             rank,
             schedule=cell.schedule_name,
             reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align_ranks=True),
-        ).prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=mesh)
+        ).prove(slots := shares_of(cell, mesh.coordinate("dp")).slots(micro_batches_of(cell)), mesh=mesh)
+        lists = {number: self.schedules.training(number) for number in slots}
+        orders = {number: [each.chunk for each in actions if each.kind == "R"] for number, actions in lists.items()}
+        shares_of(cell, mesh.coordinate("dp")).check(orders)
 
     def step(self, number: int) -> tuple[float, StepResult]:
         """Run one step on the samples of this number; return the mean loss over the global batch, and the update's
@@ -211,7 +218,7 @@ class Training:
         yield
         wanted = [
             (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
-            for each in proved(actions, offloading.layers)
+            for each in proved(actions, offloading.layers, offloading.ends)
         ]
         assert begun == wanted, f"{self.cell}: {begun} instead of {wanted}"
 
@@ -272,7 +279,7 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
         optimizer_config(cell),
         zero_stage=options.zero_stage,
         instances=options.instances,
-        fraction_on_host=cell.on_host,
+        fraction_on_host=lambda rank: cell.on_host,
     )
 
 
@@ -294,7 +301,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=cell.sequence_parallel,
-        recompute=RECOMPUTE[cell.recompute],
+        recompute=replace(RECOMPUTE[cell.recompute], mlp_parts=cell.mlp_parts),
         loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
         attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather"),),
@@ -364,8 +371,9 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int, cp_rank: int = 0) -
     whole, size = batch(cell, step), cell.micro_batch_size
     layers = Counter((layer.keys_before, head_ranks(vars(cell))) for layer in model_config(cell).layers)
     cutting = Cutting(cell.cp, cp_rank, cell.chunks, layers)
-    for start in range(dp_rank * size, cell.samples, cell.dp * size):
-        own = slice(start, start + size)
+    deal = shares_of(cell, dp_rank).deal(micro_batches_of(cell))
+    for slot, samples in enumerate(deal.samples(0, size) + [range(size)] * deal.empty):
+        own = slice(samples.start, samples.stop)
         fields = MicroBatchArrays(
             tokens=whole.tokens[own].numpy(),
             labels=whole.labels[own].numpy(),
@@ -376,7 +384,29 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int, cp_rank: int = 0) -
             replayed=None,
             sample_ids=sample_numbers(cell, step)[own],
         )
+        if slot >= len(deal.numbers):
+            fields = emptied(fields)
         yield from to_micro_batches([fields], SEED, cell.torch_dtype, torch.device("cpu"), cutting)
+
+
+def micro_batches_of(cell: Cell) -> int:
+    return cell.samples // cell.micro_batch_size
+
+
+def shares_of(cell: Cell, dp_rank: int) -> Shares:
+    """Return the shares of the cell, as a run makes them from its flags."""
+    if cell.shares is None:
+        return Shares(dp_rank, cell.dp)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=cell.tp,
+        context_parallel_size=cell.cp,
+        pipeline_model_parallel_size=cell.pp,
+        expert_model_parallel_size=cell.ep,
+        expert_tensor_parallel_size=cell.etp,
+        data_parallel_sharding_strategy=STRATEGIES[cell.zero],
+        num_distributed_optimizer_instances=cell.instances,
+    )
+    return UnequalShares(dp_rank, cell.shares, sum(cell.shares), ranks_together(parallel, cell.world_size))
 
 
 def perturb_constants(network: nn.Module) -> None:

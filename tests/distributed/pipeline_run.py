@@ -172,6 +172,9 @@ class Gradients:
                 deferred.keep(partial(_add, parameter, new))
         self.kept.add(deferred)
 
+    def leave_out(self, chunk: int) -> None:
+        raise AssertionError("these steps leave nothing out")
+
     def reduce(self, chunk: int, micro_batches: int) -> None:
         self.reduced.append((chunk, micro_batches))
 

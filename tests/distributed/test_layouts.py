@@ -32,7 +32,10 @@ PLAINEST = {name: values[0] for name, values in (LAYOUT_FACTORS | MODEL_FACTORS)
 def variants() -> list[Row]:
     """Return rows with every pair of values: not when ranks import the module, since it takes a fifth of a second."""
     rows = covering_array(VARIANT_FACTORS, lambda row: True)
-    return [row | {"dropout": DROPOUT[number % 2]} for number, row in enumerate(rows)]
+    parts = LAYOUT_FACTORS["mlp_parts"]
+    return [
+        row | {"dropout": DROPOUT[number % 2], "mlp_parts": parts[number // 2 % 2]} for number, row in enumerate(rows)
+    ]
 
 
 @cache
@@ -130,7 +133,7 @@ def test_one_step_is_the_oracles_in_the_full_product(layout: Row, rank_pools: Ra
 
 def test_dropout_meets_what_must_not_change_it() -> None:
     few = [cell for layout in FIRST for cell in few_of(layout) if cell.dropout]
-    for name in (*RANKS, *COMMUNICATION, "family", *VARIANT_FACTORS):
+    for name in (*RANKS, *COMMUNICATION, "family", "mlp_parts", *VARIANT_FACTORS):
         assert {getattr(cell, name) for cell in few} == set((LAYOUT_FACTORS | MODEL_FACTORS)[name]), name
 
 

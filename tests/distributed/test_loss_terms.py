@@ -16,6 +16,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.data.sampler import equal_deal
 from megalite.model import block, gpt
 from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.block import Block, LayerOutput
@@ -116,7 +117,7 @@ def expected() -> list[tuple[float, ...]]:
     optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
     for step in range(STEPS):
         with trainer.loader:
-            micro_batches = trainer.loader.micro_batches(step * BATCH, BATCH)
+            micro_batches = trainer.loader.micro_batches(step * BATCH, equal_deal(0, 1, BATCH))
         loss, count = (torch.zeros((), dtype=torch.float64) for _ in range(2))
         sums = dict.fromkeys(WEIGHTS, torch.zeros((), dtype=torch.float64))
         for micro_batch in micro_batches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
+from megalite.offload.activations import Place
+from megalite.offload.transfers import Direction
 from megalite.optim.host_memory import bytes_on_host
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process import host
@@ -45,7 +48,8 @@ CASES = [
 
 def made(flags: str) -> Trainer:
     config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
-    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
+    pp = config.parallel.pipeline_model_parallel_size
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=pp)
     return gpt_trainer(config, open_data(config), mesh)
 
 
@@ -142,3 +146,48 @@ def test_a_record_has_the_buffers_of_activations_that_stay(rank_pools: RankPools
         assert kept == 0 < recorded
     for _, recorded in rank_pools(2).run(kept_by_step, layers):
         assert recorded is None
+
+
+def of_activations(flags: str) -> tuple[int, int, int, int]:
+    """Return what activations take: on the device more than with no layer that comes back early, by the formula and as
+    it is before a backward; and on the host, by the formula and as it is after a step.
+    """
+    trainer = made(f"{flags} --optimizer-offload-fraction 0")
+    task = trainer.task
+    assert isinstance(task, GPTTask)
+    assert task.offloading is not None
+    offloading, memory = task.offloading, measured_memory(trainer, task)
+    with mock.patch.object(offloading, "ends", []):
+        more = memory.activations - measured_memory(trainer, task).activations
+    arrived: Counter[tuple[int, int]] = Counter()
+    places: list[Place] = []
+    early, back = [], offloading.before_backward
+
+    def begin_backward(chunk: int, micro_batch: int) -> None:
+        early.append(arrived[chunk, micro_batch])
+        back(chunk, micro_batch)
+
+    def add(direction: Direction, size: int) -> None:
+        if direction == "to device":
+            arrived[places[-1].chunk, places[-1].micro_batch] += size
+
+    offloading.begun, offloading.transfers.begun = lambda _, place: places.append(place), add
+    with trainer.loader, mock.patch.object(offloading, "before_backward", begin_backward):
+        trainer.step(trainer.next_micro_batches())
+    return more, max(early), memory.host, offloading.host_bytes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--cpu-offloading-num-layers 2 --cpu-offloading-retain-pinned-cpu-buffers",
+        "--fine-grained-activation-offloading --offload-modules mlp_norm core_attn --min-offloaded-tensor-size 0",
+    ],
+)
+def test_what_comes_back_early_is_in_the_memory_of_the_device(flags: str, rank_pools: RankPools) -> None:
+    """The last rank has no computation between the forward and the backward of a micro-batch."""
+    pipeline = f"--num-layers 4 --pp 2 --global-batch-size 4 {flags}"
+    (more, early, *host), (none, not_early, *last) = rank_pools(2).run(of_activations, pipeline)
+    assert more == early > 0 == none == not_early
+    assert host[0] == host[1] > 0
+    assert last[0] == last[1] > 0

@@ -155,7 +155,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = Gradients(0.0, 0, 0, micro_batches, actions, (), {}, multipliers, 1.0, sums, before=None)
+            step = Gradients(0.0, 0, cell.samples, micro_batches, actions, (), {}, multipliers, 1.0, sums, before=None)
             told.append(locate(step, number, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss_of(sums) if fault is None else 0.0)
@@ -364,3 +364,10 @@ def _graphs(cell: Cell, *faults: Fault) -> tuple[list[str], int, int]:
     before = counters["stats"]["unique_graphs"]
     texts, *_ = train(cell, list(faults), True)
     return texts, before, counters["stats"]["unique_graphs"]
+
+
+def test_empty_slots_are_no_affected_micro_batches(rank_pools: RankPools) -> None:
+    """Every forward of rank 0 fails: that of its micro-batch, and those of the two slots without samples."""
+    cell = make_cell({"tp": 1, "dp": 2, "zero": 2}, shares=(1, 3), samples=4)
+    (text,) = told(rank_pools, cell, Fault("forward", rank=0))
+    assert text.endswith("Of the step's 4 micro-batches 1 are affected")

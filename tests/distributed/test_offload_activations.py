@@ -58,6 +58,8 @@ def runs(row: Row) -> bool:
     if ranks(row) > 4 or not valid(_Filled(row)):
         return False
     of_layers = row["offload"] in ("1 layer", "3 layers")
+    if row["mlp_parts"] > 1 and not of_layers:  # which offload the norm before feed-forward layers
+        return False
     if row["recompute"] == "uniform" and not of_layers:
         return False
     has_experts = row["family"] in ("mixtral", "switch")
@@ -87,7 +89,7 @@ EVERYTHING = {"on_host": 1.0, "arrive_late": True, "slices_on_host": True}
 """Optimizer state and slices of the weights on the host, too."""
 FEW: list[Row] = [
     {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1", "offload": "modules", "dropout": 0.1},
-    {"pp": 3, "schedule": "zb-v", "family": "gpt2", "zero": 1, "offload": "3 layers", "recompute": "selective"},
+    {"pp": 3, "schedule": "zb-v", "family": "gpt2", "mlp_parts": 3, "offload": "3 layers", "recompute": "selective"},
     {"pp": 2, "dp": 2, "schedule": "interleaved-2", "zero": 3, "overlap": "reduce and gather", "offload": "3 layers"},
     {"dp": 2, "ep": 2, "zero": 3, "family": "mixtral", "offload": "some modules"} | EVERYTHING,
     {"cp": 2, "dp": 2, "zero": 2, "family": "mixtral", "offload": "1 layer", "recompute": "experts"},

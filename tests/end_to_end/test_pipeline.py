@@ -158,6 +158,8 @@ def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
     time_line = read_trace(directory / "pipeline_step_000002.json")
     assert time_line.in_seconds
     assert time_line.stages == stages
+    assert sum(time_line.blocks) == 4 + 2  # four layers, the embedding and the head
+    assert len(time_line.blocks) == stages.count
     assert time_line.micro_batches == 4
     assert {span.action.kind for rank in time_line.spans for span in rank} >= {"F", "R", "send F", "free B"}
     for spans in time_line.computation:

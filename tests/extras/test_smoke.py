@@ -16,7 +16,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.runs import ROOT, words
 from tests.extras.post_training.test_layouts import BASE, expected
-from tests.extras.synchronization import test_checkpoints
+from tests.extras.synchronization import test_checkpoints, test_late_ranks
 from tests.extras.synchronization.test_compression import EXACT, assert_same
 from tests.extras.synchronization.test_local_update import run
 from tests.harness.job import Job
@@ -72,6 +72,11 @@ def test_compression_that_leaves_out_nothing_is_plain(rank_pools: RankPools) -> 
 def test_replicas_with_weights_of_their_own_are_resumed(rank_pools: RankPools, tmp_path: Path) -> None:
     """The trainer of local updates stands in place of the plain one."""
     test_checkpoints.test_a_resumed_run_has_the_same_bits("diloco", rank_pools, tmp_path)
+
+
+def test_late_ranks_leave_out_micro_batches(rank_pools: RankPools) -> None:
+    """The engine, the buckets and the record of the step know of it."""
+    test_late_ranks.test_the_rest_is_trained_as_by_one_process(2, 2, test_late_ranks.OVERLAP, rank_pools)
 
 
 def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:

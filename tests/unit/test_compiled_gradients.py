@@ -63,6 +63,7 @@ ELSEWHERE = {
     "_UseOf": "returns a view",
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
     "_BlocksOnMeta": "on the meta device, which has no numbers",
+    "_InParts": "is not traced: it runs functions of parts that are compiled by themselves",
     "_ActivatedGroupedLinear": "differentiates in backward, which is not traced",
 }
 """Functions without an operation here, and why."""
@@ -112,7 +113,7 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     embedding.weight = table
     yield "embedding", (lambda _: embedding(ids), [table])
     yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, w), [x, weight(dtype, 6, 8)])
-    yield "row", (lambda x, w: _RowParallel.apply(x, w, world, False), [x, weight(dtype, 6, 8)])
+    yield "row", (lambda x, w: _RowParallel.apply(x, w, world, False, False), [x, weight(dtype, 6, 8)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])
     yield "entropy", (lambda x: vocab_parallel_entropy(x, world, 7), [numbers(dtype, 2, 3, 8)])
     of_output = [numbers(dtype, 2, 3, 4), weight(dtype, 8, 4)]

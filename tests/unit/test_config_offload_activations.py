@@ -87,6 +87,11 @@ def test_what_fits_is_accepted(flags: str, ranks: int) -> None:
             "nothing: offload the inputs of the layers by --cpu-offloading-num-layers",
         ),
         (
+            f"{FINE} mlp_norm --mlp-chunks-for-training 2",
+            "--offload-modules mlp_norm with --mlp-chunks-for-training 2, which recomputes that norm, so that it saves "
+            "nothing: leave one of the two out",
+        ),
+        (
             f"{FINE} mlp_norm --compile",
             "--fine-grained-activation-offloading with --compile, which makes one piece of a layer's modules: offload "
             "whole layers by --cpu-offloading-num-layers",

@@ -78,6 +78,9 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--bf16 --grad-reduce-in-bf16 --swiglu", 1),
         ("--fp64 --recompute-granularity full --recompute-method block --recompute-num-layers 4", 1),
         ("--recompute-activations --manual-gc --manual-gc-interval 5", 1),
+        ("--mlp-chunks-for-training 32 --recompute-activations", 1),
+        ("--mlp-chunks-for-training 4 --tp 4 --cp 2 --sequence-parallel", 8),
+        ("--mlp-chunks-for-training 5 --num-experts 4 --moe-layer-freq 2 --compile", 1),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
         ("--lr-decay-style constant --lr-warmup-iters 500", 1),
         ("--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp16 --bf16", 1),
@@ -254,6 +257,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--position-embedding-type rope --rotary-percent 0.3",
             "--rotary-percent 0.3 of 4 channels per head leaves no pair to rotate",
+        ),
+        (
+            "--allow-mixed-groups",
+            "--allow-mixed-groups needs --device-classes",
         ),
         (
             "--overlap-param-gather --use-distributed-optimizer",
@@ -501,6 +508,17 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--recompute-modules needs --recompute-granularity selective",
         ),
         ("--recompute-activations --recompute-modules core_attn moe", "--recompute-modules moe needs --num-experts"),
+        ("--mlp-chunks-for-training 0", "--mlp-chunks-for-training 0: must be at least 1"),
+        (
+            "--mlp-chunks-for-training 33",
+            "--mlp-chunks-for-training 33 is more than the 32 tokens of a sample that a rank has between products "
+            "(--seq-length 32 / 1 ranks): give at most 32",
+        ),
+        (
+            "--mlp-chunks-for-training 2 --num-experts 4",
+            "--mlp-chunks-for-training 2 changes nothing where all layers have experts: leave it out; "
+            "--recompute-granularity selective --recompute-modules moe saves their memory",
+        ),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
         ("--no-watchdog --watchdog-min-seconds 5", "--watchdog-min-seconds 5 needs the watchdog: drop --no-watchdog"),
         ("--async-save", "--async-save needs --save, the run directory"),

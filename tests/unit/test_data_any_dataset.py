@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import active_children
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.utils.data import (
 from megalite.data.any_dataset import AnyDatasetLoader, Batch, SampleSource, _checksum, check
 from megalite.data.sample_source import seed_generators
 from megalite.errors import DataError
+from megalite.training.unequal_shares import deal_of
+from tests.harness.dealt import Dealt
 
 
 class Numbered:
@@ -86,8 +88,8 @@ def source(dataset: Any, **arguments: Any) -> SampleSource:
     return SampleSource.of(dataset, **({"seed": 7, "collate": as_list} | arguments))
 
 
-def loader(samples: SampleSource, micro: int = 2, rank: int = 0, ranks: int = 1) -> AnyDatasetLoader:
-    return AnyDatasetLoader(samples, micro_batch_size=micro, data_parallel_rank=rank, data_parallel_size=ranks)
+def loader(samples: SampleSource, micro: int = 2, rank: int = 0, ranks: int = 1) -> Dealt:
+    return Dealt(AnyDatasetLoader(samples, micro_batch_size=micro), rank, ranks)
 
 
 def rows_of(batches: list[Batch]) -> dict[int, Any]:
@@ -150,6 +152,24 @@ def test_a_run_goes_on_anywhere(name: str, places: list[int], micro: int, ranks:
             rows = rows_of(batches.micro_batches(consumed, 2))
             assert len(rows) == 2 * micro
             assert all(EXPECTED[name][n] == row for n, row in rows.items())
+
+
+@pytest.mark.parametrize("name", list(SOURCES))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unequal_shares_are_dealt_once_and_in_order(name: str, workers: int) -> None:
+    """Ranks have 1, 4 and 2 micro-batches of a step, then 3, 3 and 1, then the first shares, from a sample on."""
+    found: dict[int, Any] = {}
+    for rank in range(3):
+        samples = SOURCES[name]()
+        with AnyDatasetLoader(replace(samples, num_workers=workers), micro_batch_size=2) as batches:
+            consumed = 6
+            for counts in ((1, 4, 2), (3, 3, 1), (1, 4, 2)):
+                rows = rows_of(batches.micro_batches(consumed, deal_of(counts, rank, counts[rank])))
+                assert len(rows) == 2 * counts[rank]
+                assert not found.keys() & rows.keys()
+                found |= rows
+                consumed += 14
+    assert [found[n] for n in range(6, 48)] == [EXPECTED[name][n] for n in range(6, 48)]
 
 
 def test_another_batch_goes_on_at_the_next_sample() -> None:

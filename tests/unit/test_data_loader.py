@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 from megalite.data.fields import FieldsDataset
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.sampler import GlobalBatchSize, micro_batch_samples
+from megalite.data.sampler import GlobalBatchSize, equal_deal
 from megalite.errors import DataError
+from tests.harness.dealt import Dealt
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10**12), st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
 def test_ranks_and_micro_batches_take_every_sample_once(consumed: int, micro: int, ranks: int, count: int) -> None:
-    taken = [
-        sample
-        for m in range(count)
-        for rank in range(ranks)
-        for sample in micro_batch_samples(consumed, m, micro, rank, ranks)
-    ]
+    of_ranks = [equal_deal(rank, ranks, count * ranks).samples(consumed, micro) for rank in range(ranks)]
+    taken = [sample for turn in zip(*of_ranks, strict=True) for samples in turn for sample in samples]
     assert taken == list(range(consumed, consumed + micro * ranks * count))
 
 
@@ -34,25 +31,23 @@ def test_ranks_and_micro_batches_take_every_sample_once(consumed: int, micro: in
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_a_step_has_the_same_samples_on_any_ranks(micro: int, ranks: int, count: int, other_micro: int) -> None:
     batch = micro * ranks * count * other_micro
-    other = [sample for m in range(batch // other_micro) for sample in micro_batch_samples(7, m, other_micro, 0, 1)]
+    parts = equal_deal(0, 1, batch // other_micro).samples(7, other_micro)
+    other = [sample for samples in parts for sample in samples]
     assert other == list(range(7, 7 + batch))
 
 
 def test_samples_are_megatrons() -> None:
     """16 samples, 4 consumed, micro-batches of 2 on 2 ranks, as Megatron-LM's sampler gives them."""
-    ranks = [[list(micro_batch_samples(4, m, 2, rank, 2)) for m in range(3)] for rank in range(2)]
+    ranks = [[list(samples) for samples in equal_deal(rank, 2, 6).samples(4, 2)] for rank in range(2)]
     assert ranks == [[[4, 5], [8, 9], [12, 13]], [[6, 7], [10, 11], [14, 15]]]
 
 
-def loader(dataset: Any, num_workers: int = 0, **arguments: Any) -> MicroBatchLoader:
-    defaults: dict[str, Any] = {
-        "micro_batch_size": 2,
-        "data_parallel_rank": 1,
-        "data_parallel_size": 2,
-        "vocab_size": 50,
-    }
+def loader(
+    dataset: Any, num_workers: int = 0, rank: int = 1, ranks: int = 2, replicas: int = 1, **arguments: Any
+) -> Dealt:
+    defaults: dict[str, Any] = {"micro_batch_size": 2, "vocab_size": 50}
     fields = FieldsDataset(dataset, 49, reset_attention_mask=True, eod_mask_loss=True)
-    return MicroBatchLoader(fields, num_workers=num_workers, **(defaults | arguments))
+    return Dealt(MicroBatchLoader(fields, num_workers=num_workers, **(defaults | arguments)), rank, ranks, replicas)
 
 
 def mock(num_samples: int = 100) -> MockDataset:
@@ -76,10 +71,10 @@ def test_micro_batches_hold_the_samplers_samples(num_workers: int) -> None:
 
 
 def test_replicas_read_every_sample_of_a_step_once() -> None:
-    whole = loader(mock(), micro_batch_size=8, data_parallel_rank=0, data_parallel_size=1).micro_batches(0, 1)
+    whole = loader(mock(), micro_batch_size=8, rank=0, ranks=1).micro_batches(0, 1)
     parts = []
     for rank in range(2):
-        of_rank = loader(mock(), micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2, replicas=2)
+        of_rank = loader(mock(), micro_batch_size=2, rank=rank, ranks=2, replicas=2)
         parts += [each["tokens"] for each in of_rank.micro_batches(0, 2)]
     assert np.array_equal(np.concatenate(parts), whole[0]["tokens"])
 
@@ -105,7 +100,7 @@ def test_the_next_step_is_read_ahead_and_nothing_beyond() -> None:
                 arrived.set()
             return super().__getitem__(sample)
 
-    with loader(Recording(50, 16, 1, 100), num_workers=1, data_parallel_rank=0, data_parallel_size=1) as batches:
+    with loader(Recording(50, 16, 1, 100), num_workers=1, rank=0, ranks=1) as batches:
         batches.micro_batches(0, 1)
         assert arrived.wait(10)
     assert read == [0, 1, 2, 3]
@@ -162,9 +157,7 @@ def test_the_vocabulary_ends_before_its_size(place: int) -> None:
         row = np.full(5, 3)
         row[place] = token
         data = FieldsDataset([row], 29)
-        batches = MicroBatchLoader(
-            data, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, vocab_size=30, num_workers=0
-        )
+        batches = Dealt(MicroBatchLoader(data, micro_batch_size=1, vocab_size=30, num_workers=0))
         with pytest.raises(DataError, match=f"{token}.*vocabulary is 30") if refused else nullcontext():
             batches.micro_batches(0, 1)
 
@@ -208,10 +201,10 @@ class Numbered:
 
 def global_batch(consumed: int, size: int, micro: int, ranks: int, num_workers: int) -> list[int]:
     """The samples of a step in the order of micro-batches and ranks, from the loaders of all ranks."""
-    arguments = {"micro_batch_size": micro, "data_parallel_size": ranks, "vocab_size": 10**6}
+    arguments = {"micro_batch_size": micro, "ranks": ranks, "vocab_size": 10**6}
     of_ranks = []
     for rank in range(ranks):
-        with loader(Numbered(), num_workers, data_parallel_rank=rank, **arguments) as batches:
+        with loader(Numbered(), num_workers, rank=rank, **arguments) as batches:
             loaded = batches.micro_batches(consumed, size // (micro * ranks))
             assert all(list(batch["sample_ids"]) == batch["tokens"][:, 0].tolist() for batch in loaded)
             of_ranks.append([batch["tokens"][:, 0].tolist() for batch in loaded])

@@ -25,6 +25,7 @@ from megalite.data.verification import Verification
 from megalite.errors import DataError
 from megalite.preprocessing import indexed_writer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter, publish
+from tests.harness.dealt import Dealt
 from tests.harness.token_files import add_document
 
 SUFFIXES = ("bin", "idx")
@@ -138,8 +139,8 @@ def test_a_run_does_not_wait_for_what_is_large_and_ends_when_damage_is_found(
     Path(f"{prefix}.bin").write_bytes(bytes(12))
     found = verified(prefix)
     samples = FieldsDataset(MockDataset(50, 16, seed=1, num_samples=9), 49)
-    sizes: Any = {"micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1, "vocab_size": 50}
-    with MicroBatchLoader(samples, verification=found, **sizes) as loader:
+    sizes: Any = {"micro_batch_size": 1, "vocab_size": 50}
+    with Dealt(MicroBatchLoader(samples, verification=found, **sizes)) as loader:
         assert len(loader.micro_batches(0, 2)) == 2
         go_on.set()
         next(thread for thread in threading.enumerate() if thread.name == "verification").join()

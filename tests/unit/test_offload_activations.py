@@ -19,6 +19,7 @@ from megalite.offload.activations import ActivationOffload, around
 from megalite.offload.transfers import ThreadTransfers, Transfers
 from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
 from megalite.pipeline.stages import Stages
 from megalite.torch_internals import storage_identity
@@ -103,11 +104,32 @@ def test_gradients_have_the_same_bits_and_each_storage_travels_once(
 ) -> None:
     plain = step(Network(), None, actions)
     network = Network()
-    offload = offloaded(network, count, engine)
+    offload = offloaded(network, count, engine, ends=[0] if count == 3 else [])
     with host_arena(), copied(offload) as found:
         assert all(map(torch.equal, step(network, offload, actions), plain))
     # The input, which three operations save by two views, and what tanh saves. The mask is given, and stays.
     assert found == {"to host": 3 * count * 2 * MATRIX, "to device": 3 * count * 2 * MATRIX}
+
+
+WARM_UP = [Action("F", 0), Action("F", 1), Action("B", 0), Action("F", 2), Action("B", 1), Action("B", 2)]
+
+
+@pytest.mark.parametrize("engine", [ThreadTransfers, LateTransfers])
+def test_the_last_layer_comes_back_before_its_backward_begins(engine: type[Transfers]) -> None:
+    network = Network()
+    plain, offload = step(network, None, WARM_UP), offloaded(network, 3, engine, ends=[0])
+    told: list[tuple[str, int, int]] = []
+    offload.begun = lambda direction, place: told.append((direction, place.layer, place.micro_batch))
+    back = offload.before_backward
+
+    def begin_backward(chunk: int, micro_batch: int) -> None:
+        assert ("to device", 2, micro_batch) in told
+        assert ("to device", 1, micro_batch) not in told
+        back(chunk, micro_batch)
+
+    with host_arena(), mock.patch.object(offload, "before_backward", begin_backward):
+        assert all(map(torch.equal, step(network, offload, WARM_UP), plain))
+    assert told == [(each.direction, each.layer, each.micro_batch) for each in proved(WARM_UP, offload.layers, [0])]
 
 
 @contextmanager
@@ -173,17 +195,18 @@ def test_memory_of_the_device_is_free_as_soon_as_the_layer_after_has_run() -> No
 def test_what_would_be_offloaded_is_counted_without_a_copy() -> None:
     network = Network()
     offload = offloaded(network, 2)
-    sizes: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    sizes: dict[int | None, dict[int, int]] = {0: {}, 1: {}, None: {}}
 
     def keep(tensor: Tensor) -> Tensor:
-        sizes[offload.takes(tensor)][storage_identity(tensor)] = tensor.untyped_storage().nbytes()
+        sizes[offload.taken_by(tensor)][storage_identity(tensor)] = tensor.untyped_storage().nbytes()
         return tensor.detach()
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with copied(offload) as found, offload.counting(0), hooks:
         graph = network({}, torch.ones(TOKENS, WIDTH, dtype=torch.float64))
     del graph
-    assert (sum(sizes[True].values()), found, offload.host_bytes) == (2 * 2 * MATRIX, {}, 0)
+    assert [sum(sizes[layer].values()) for layer in (0, 1)] == [2 * MATRIX] * 2
+    assert (found, offload.host_bytes) == ({}, 0)
 
 
 @pytest.mark.parametrize(("actions", "in_flight"), [(GPIPE, 3), (IN_TURN, 1)], ids=["gpipe", "1f1b"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from megalite.model.gpt import GPT
 from megalite.offload.transfers import Copy, Direction, Transfers, make_transfers
 from megalite.optim.buckets import DataParallel
 from megalite.optim.layout import BucketShardSpec, bucket_layouts
+from megalite.optim.learning_rate import Rates
 from megalite.optim.offloaded import ElementCopy, HostState, check_copies, elements_on_host
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import named_pieces
+from megalite.parallel.parameter import DenseGradient, accumulate_grad, named_pieces
 from tests.distributed.layout_cell import Cell, model_config
 from tests.harness.late_copies import LateTransfers
 
@@ -50,9 +53,12 @@ def test_the_first_elements_are_on_the_host_and_few_more_than_their_share(
                 assert (spec.updated[0] + count - start) % 256 == 0
 
 
-def offloading(transfers: Transfers, options: DataParallel) -> Optimizer:
+def offloading(
+    transfers: Transfers, options: DataParallel, prepare: Callable[[GPT], object] = lambda network: None
+) -> Optimizer:
     network = GPT(model_config(Cell()), ParallelMesh(), dtype=torch.float64)
     initialize(network, seed=1)
+    prepare(network)
     host = HostState(transfers, 1.0)
     return make_optimizer(
         [network], ParallelMesh(), OptimizerConfig(lr=0.1), options, blocks=[network.blocks()], host=host
@@ -82,6 +88,33 @@ def test_a_slice_fetched_before_a_load_is_not_gathered_after_it() -> None:
     bucket.begin_parameter_gather()
     bucket.finish_parameter_gather()
     assert bool((bucket.parameters == 3.0).all())
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_slices_that_backward_has_not_gathered_are_released_with_the_step(skipped: bool) -> None:
+    """Also those of frozen parameters, which no update changes, and those of a step that is skipped."""
+    transfers = Transfers(CPU)
+
+    def freeze(network: GPT) -> None:
+        for parameter in network.layers[0].parameters():
+            parameter.requires_grad_(False)
+
+    options = DataParallel(torch.float64, zero_stage=3, slices_on_host=transfers)
+    optimizer = offloading(transfers, options, prepare=freeze)
+    assert optimizer.frozen
+    optimizer.begin_step(1)
+    for parameter in (slot.parameter for bucket in optimizer.buckets for slot in bucket.slots):
+        gradient = torch.full(parameter.shape, math.nan if skipped else 1.0, dtype=torch.float64)
+        for use in range(len(parameter.sharding.uses)):
+            accumulate_grad(parameter, DenseGradient(gradient), use)
+    places = []
+    for bucket in (*optimizer.buckets, *optimizer.frozen):
+        bucket.begin_fetch()
+        assert bucket._fetched is not None
+        places.append(weakref.ref(bucket._fetched[0]))
+    assert all(place() is not None for place in places)
+    assert optimizer.step(Rates(0.1, 0.1, 0.0)).skipped == skipped
+    assert [place() for place in places] == [None] * len(places)
 
 
 def test_a_slice_is_not_changed_while_it_is_being_fetched() -> None:

@@ -70,6 +70,9 @@ class Gradients:
         raise AssertionError("these schedules defer nothing")
         yield
 
+    def leave_out(self, chunk: int) -> None:
+        raise AssertionError("these steps leave nothing out")
+
     def reduce(self, chunk: int, micro_batches: int) -> None:
         self.counts.append(micro_batches)
         if self.stage is not None and self.stage.weight.grad is not None:

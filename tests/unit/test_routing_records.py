@@ -17,6 +17,7 @@ from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.routing_records import RoutingRecords
 from megalite.errors import DataError
+from tests.harness.dealt import Dealt
 
 LENGTH, EXPERTS, TOPK = 5, 4, 2
 LAYERS = (False, True, True)
@@ -130,16 +131,14 @@ def test_a_loader_reads_them_with_their_samples(tmp_path: Path) -> None:
     loader = MicroBatchLoader(
         FieldsDataset(MockDataset(20, LENGTH, seed=1, num_samples=8), 19),
         micro_batch_size=2,
-        data_parallel_rank=0,
-        data_parallel_size=1,
         vocab_size=20,
         num_workers=1,
         routing=records(tmp_path),
     )
-    with loader:
-        for number, fields in enumerate(loader.micro_batches(0, 2)):
+    with Dealt(loader) as batches:
+        for number, fields in enumerate(batches.micro_batches(0, 2)):
             assert fields["replayed"] is not None
             for row, sample in enumerate((2 * number, 2 * number + 1)):
                 assert np.array_equal(fields["replayed"][row], np.roll(choices(), sample, axis=0))
         with pytest.raises(DataError, match=r"000000000004\.npy is missing"):
-            loader.micro_batches(4, 1)
+            batches.micro_batches(4, 1)

@@ -14,6 +14,7 @@ import torch
 
 from megalite.config import RunConfig
 from megalite.config.validate import resolve
+from megalite.data.sampler import Deal
 from megalite.extras.planner.dry_run import DryTask
 from megalite.model.batch import MicroBatch
 from megalite.optim.elementwise import require_backend
@@ -59,8 +60,8 @@ class RandomTask(DryTask):
     def set_values(self) -> Callable[[Parameter], None]:
         return _draw
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
-        found = super().micro_batches(consumed_samples, num_micro_batches)
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
+        found = super().micro_batches(consumed_samples, deal)
         for batch in found:
             batch.tokens.random_(self.model.vocab_size or 1)
             assert batch.labels is not None

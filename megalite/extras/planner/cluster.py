@@ -163,6 +163,12 @@ def find_cluster(name: str) -> Cluster:
     return _cluster(_table(Path(name)), Path(name).stem, name)
 
 
+def known_clusters() -> tuple[str, ...]:
+    """Return the names of the clusters and GPUs in clusters.toml."""
+    known = _known()
+    return (*known["cluster"], *known["gpu"])
+
+
 def find_stack(name: str) -> Stack:
     """Return a program by its name in clusters.toml. Raises ConfigurationError if there is none."""
     known = _known()["stack"]

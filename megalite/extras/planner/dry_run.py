@@ -17,6 +17,7 @@ import torch
 from megalite.config import RunConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.validate import resolve
+from megalite.data.sampler import Deal
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.extras.planner.host_time import host_speed
 from megalite.extras.planner.recording import Recorder
@@ -211,8 +212,8 @@ class DryTask(GPTTask):
     def train_loader(self) -> Any:
         return self
 
-    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
-        return [dry_micro_batch(self.config, self.mesh, self.cutting) for _ in range(num_micro_batches)]
+    def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
+        return [dry_micro_batch(self.config, self.mesh, self.cutting) for _ in range(deal.slots)]
 
 
 def dry_micro_batch(config: RunConfig, mesh: ParallelMesh, cutting: Cutting) -> MicroBatch:

@@ -146,7 +146,8 @@ class LowerBounds:
         model, split = self.config.model, 0
         for spec in self._layers:
             split += 2 * model.head_dim * (model.num_attention_heads + model.kv_groups)
-            split += model.ffn_size * (model.activation.matrices - 1) * (spec.feed_forward == "dense")
+            kept = spec.feed_forward == "dense" and self.config.training.mlp_chunks_for_training == 1
+            split += model.ffn_size * (model.activation.matrices - 1) * kept
         return len(self._layers) * model.hidden_size * self._itemsize, split * self._itemsize
 
     # -------------------------------------------------------------------------------------------- time

@@ -17,9 +17,10 @@ from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.extras.planner.layouts import Layout, has_uneven_stages, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
+from megalite.extras.planner.part_costs import priced
 from megalite.extras.planner.parts import Parts, part_records
 from megalite.extras.planner.records import PartRecord
-from megalite.extras.planner.stage_layout import balanced, priced
+from megalite.extras.planner.stage_layout import balanced
 from megalite.extras.planner.step import Step, StepTime
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import simulate
@@ -47,11 +48,14 @@ class Plan:
     """Bytes of a GPU."""
     host_room: float | None = None
     """Bytes of its share of the host; None: they are not known."""
+    rooms: tuple[float, ...] = ()
+    """Bytes of the smallest GPU of each pipeline rank, if they are not alike; then `room` is that of the fullest."""
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank with the most memory on its GPU."""
-        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+        """The pipeline rank with the most memory on its GPU, or with GPUs that are not alike, the least to spare."""
+        rooms = self.rooms or (self.room,) * len(self.memory)
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total - rooms[rank])
 
     @property
     def missing(self) -> float:

@@ -24,7 +24,8 @@ from megalite.extras.planner.lower_bounds import LowerBounds, Passes
 from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.plan import GIB, Plan, Planner, misfit, misfit_of_host, missing_on_host
-from megalite.extras.planner.stage_layout import PartCosts, balanced
+from megalite.extras.planner.split import PartCosts
+from megalite.extras.planner.stage_layout import balanced
 from megalite.extras.planner.step import Step
 from megalite.training.kernels import drops_by_rank, require_equal_dropout
 

@@ -22,6 +22,10 @@ def run_single_rank(single: SingleRank, config: RunConfig) -> int:
         return EXIT_FINISHED
     found = dry_run(config, single.world_size, single.rank)
     say(*report(found), sep="\n")
+    if config.parallel.device_classes is not None:
+        from megalite.extras.planner.device_classes import classes_of
+
+        say(classes_of(config.parallel).of(single.rank).room_line(found.peak_blocks))
     if single.json is not None:
         write_atomically(Path(single.json), json.dumps(as_json(found), indent=1).encode())
     return EXIT_FINISHED

@@ -195,6 +195,8 @@ class TokenMethods:
 
     def _micro_batches(self, batch: Mapping[str, Tensor]) -> list[Any]:
         """Divide the fields of samples into micro-batches. All ranks must have the same number of samples."""
+        if not self._trainer.shares.are_equal:
+            raise ConfigurationError("data_parallel_shares: a batch of the program is divided equally. Leave it out")
         size = self._run.config.training.micro_batch_size
         counts = collectives.all_gather_json(len(batch["tokens"]), self._run.mesh)
         if len(set(counts)) > 1 or not counts[0] or counts[0] % size:

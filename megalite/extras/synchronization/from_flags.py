@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from megalite.config.run import TaskConfig
 from megalite.errors import ConfigurationError
 from megalite.extras.synchronization import states
 from megalite.extras.synchronization.all_reduce import RingReduction, TreeReduction
+from megalite.extras.synchronization.late_ranks import LateRanksTrainer, OrderedReduction
 from megalite.extras.synchronization.local_update import LocalUpdate
 from megalite.extras.synchronization.local_update_trainer import LocalUpdateTrainer
 from megalite.extras.synchronization.onebit_adam import OneBitAdam
@@ -40,7 +42,10 @@ from megalite.tasks.memory import in_words
 
 def synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronization:
     """Return how the ranks of this mesh, all of a run, bring together what they learn. Called by all ranks together."""
-    return (ParameterServers if config.synchronization.has_servers else LessCommunication)(config, mesh)
+    chosen = config.synchronization
+    if chosen.leaves_out:
+        return LateRanks(config, mesh)
+    return (ParameterServers if chosen.has_servers else LessCommunication)(config, mesh)
 
 
 class LessCommunication(RunSynchronization):
@@ -120,6 +125,24 @@ class LessCommunication(RunSynchronization):
         if not any(parts):
             return ""
         return ", ".join(filter(None, parts)) + (f"; {in_words(state_bytes)} of state a rank" if state_bytes else "")
+
+
+class LateRanks(RunSynchronization):
+    """Plain data parallelism in which late ranks leave out what is left of a step."""
+
+    trainer = LateRanksTrainer
+
+    def __init__(self, config: TaskConfig, mesh: ParallelMesh) -> None:
+        super().__init__(mesh)
+        self._after = config.synchronization.drop_stragglers_after
+
+    def options(self, plain: DataParallel) -> DataParallel:
+        """Return the options of data parallelism, with reductions that know their order."""
+        return replace(plain, reduction=partial(OrderedReduction, itertools.count(1)))
+
+    def description(self, state_bytes: int) -> str:
+        """Return in words from when on a rank is late."""
+        return f"late ranks leave out micro-batches, {self._after:g} median steps after the first one"
 
 
 class ParameterServers(RunSynchronization):

@@ -229,9 +229,10 @@ class ServerTrainer(_PartTrainer):
         self.listener: Callable[[str, int, int], None] | None = None
         """Function that is called for what the first server decides; see `Order`."""
 
-    def num_micro_batches(self, batch_size: int) -> int:
-        """Return any number: a server has no samples."""
-        return 1
+    def prove_steps(self) -> Sequence[int]:
+        """Prove a step of any number of micro-batches: a server has no samples."""
+        self.schedules.prove(training=[1], evaluation=[1], mesh=self.mesh)
+        return [1]
 
     def summary(self) -> Mapping[str, object]:
         """Return nothing: rank 0 shows the layout of the workers."""

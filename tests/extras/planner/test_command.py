@@ -51,6 +51,7 @@ RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 -
         ("--gpus 64 --cluster one_node.toml", "^--gpus 64: --cluster one_node.toml has 8 GPUs$"),
         ("--gpus 4 --set A=1", "^--set is for --translate"),
         ("--gpus 4 --gradient-compression int8", "^--gradient-compression: plans do not know its memory and time; "),
+        ("--gpus 4 --data-parallel-shares 3:1", "^--data-parallel-shares: plans count equal shares. Leave it out$"),
         ("--gpus 4 --local-update diloco --local-update-period 9", "^--local-update: plans do not know"),
     ],
 )
@@ -128,20 +129,20 @@ def test_what_a_plan_can_do_without_is_filled_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", ["auto", "auto:trace.json"])
 def test_automatic_stages_are_planned(stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Divide six layers by the times of a step of three stages, whose last one takes as long as four layers."""
+    """Divide six layers by the times of a step of three ranks, whose last one takes twice as long as the others."""
     monkeypatch.chdir(tmp_path)
     orders = orders_of(SCHEDULES["1f1b"], Stages(3, 1), 4, None)
     spans = simulate(Stages(3, 1), orders, lambda stage, kind: [2.0, 2.0, 4.0][stage], 0.0)
     (tmp_path / "trace.json").write_text(to_trace(TimeLine("", Stages(3, 1), spans, in_seconds=True)))
-    layers = ["--num-layers", "6", "--pp", "2", "--pipeline-model-parallel-layout", stages]
+    layers = ["--num-layers", "6", "--pp", "3", "--pipeline-model-parallel-layout", stages]
     config = plan.completed([*RUN, *layers])
-    written = plan.with_letters(config, 2, AXES).parallel.pipeline_model_parallel_layout
+    written = plan.with_letters(config, 3, AXES).parallel.pipeline_model_parallel_layout
     assert written is not None
-    first, second = stages_of_letters(written)
-    assert (first.count("t"), second.count("t")) == ((4, 2) if ":" in stages else (3, 3))
-    planner = Planner(plan.with_letters(config, 2, AXES), find_cluster("H100-SXM"), 2)
+    counts = [stage.count("t") for stage in stages_of_letters(written)]
+    assert counts == ([3, 2, 1] if ":" in stages else [2, 2, 2])
+    planner = Planner(plan.with_letters(config, 3, AXES), find_cluster("H100-SXM"), 3)
     assert planner.plan(planner.config).config.parallel.pipeline_model_parallel_layout == written
-    assert plan.with_letters(config, 2, ()).parallel.pipeline_model_parallel_layout is None
+    assert plan.with_letters(config, 3, ()).parallel.pipeline_model_parallel_layout is None
 
 
 @pytest.mark.parametrize(("text", "number"), [("15T", 15e12), ("300b", 3e11), ("1e9", 1e9), ("2.5M", 2.5e6)])

@@ -13,12 +13,14 @@ import pytest
 from megalite.config.optimizer import OptimizerConfig
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.commands import plan
+from megalite.extras.planner.device_classes import classes_of, with_device_classes
 from megalite.extras.planner.memory import Element
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text()
 COMMAND = re.compile(r"^```bash\n(.*?)^```.*?^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BILLIONS = 7
+SMALL = "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --vocab-size 64"
 
 
 def without_numbers(line: str) -> str:
@@ -32,7 +34,7 @@ def test_commands_print_what_the_page_shows(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = COMMAND.findall(PAGE)
-    assert len(commands) == PAGE.count("```bash") == 2
+    assert len(commands) == PAGE.count("```bash") - 1 == 2  # the third is a run
     command, shown = commands[number]
     python, program, *flags = shlex.split(command.replace("\\\n", ""))
     assert (python, program) == ("python", "tools/plan.py")
@@ -45,15 +47,24 @@ def test_commands_print_what_the_page_shows(
 
 
 def test_the_cluster_of_the_page_is_one(tmp_path: Path) -> None:
-    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    text, _ = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "ours.toml").write_text(text)
     cluster = find_cluster(str(tmp_path / "ours.toml"))
     assert (cluster.gpu.name, cluster.nodes, cluster.network.beta) == ("H100-SXM", 16, 43e-12)
 
 
+def test_the_classes_of_the_page_are_those_of_a_run(tmp_path: Path) -> None:
+    _, text = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "classes.toml").write_text(text)
+    run = plan.completed([*shlex.split(SMALL), "--device-classes", str(tmp_path / "classes.toml")])
+    found = classes_of(with_device_classes(run, 48).parallel).classes
+    assert [(each.name, each.ranks) for each in found] == [("h100", 16), ("a100", 32)]
+    assert found[1].room == 40 * 2**30  # in place of the 80 of that GPU
+    assert found[1].on(run).training.recompute_granularity == "full"
+
+
 def element(*flags: str) -> Element:
-    run = "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 64 --vocab-size 64"
-    return Element.of(plan.completed([*shlex.split(run), *flags]))
+    return Element.of(plan.completed([*shlex.split(SMALL), *flags]))
 
 
 def rows(header: str) -> list[list[str]]:

@@ -33,6 +33,7 @@ LAYOUTS = [
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
     "--data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload --parameter-offload",
+    "--tp 2 --sequence-parallel --pp 2 --mlp-chunks-for-training 3",
 ]
 RANKS = 32
 

@@ -37,7 +37,8 @@ from megalite.extras.planner.report import (
 )
 from megalite.extras.planner.savings import savings
 from megalite.extras.planner.search import search
-from megalite.extras.planner.stage_layout import PartCosts, balanced
+from megalite.extras.planner.split import PartCosts
+from megalite.extras.planner.stage_layout import balanced
 
 CLUSTER = find_cluster("H100-SXM")
 

@@ -239,9 +239,51 @@ def test_what_servers_do_not_do_is_refused(flags: str) -> None:
     assert problems(f"{SERVER} {flags}", 4) == [SERVERS[flags]]
 
 
-@pytest.mark.parametrize("flag", ["num-servers 2", "max-staleness 1", "backup-workers 1", "drop-stragglers-after 2"])
+@pytest.mark.parametrize("flag", ["num-servers 2", "max-staleness 1", "backup-workers 1"])
 def test_options_of_servers_need_them(flag: str) -> None:
     assert problems(f"--{flag}", 4) == [f"--{flag.split()[0]} needs {SERVER}"]
+
+
+LATE = "--drop-stragglers-after 2"
+LATES = {
+    "--tp 4": f"{LATE}.0 needs two data-parallel ranks, of which one may be late: 4 ranks have one",
+    "--data-parallel-sharding-strategy optim_grads": (
+        f"{LATE}.0: --data-parallel-sharding-strategy optim_grads makes all ranks meet in every micro-batch, so "
+        "nobody is late alone: give optim or no_shard"
+    ),
+    "--num-experts 4 --ep 2": (
+        f"{LATE}.0: the 2 ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make data-parallel "
+        "ranks meet in every layer with experts, so nobody is late alone: let them divide the 1 of --tp x --cp"
+    ),
+    "--num-experts 4 --expert-tensor-parallel-size 2": (
+        f"{LATE}.0: the 2 ranks of --expert-model-parallel-size x --expert-tensor-parallel-size make data-parallel "
+        "ranks meet in every layer with experts, so nobody is late alone: let them divide the 1 of --tp x --cp"
+    ),
+    f"{COMPRESSION} int8": f"{LATE}.0: drop {COMPRESSION}",
+    LOCAL: f"{LATE}.0: drop --local-update",
+    "--sites 2": f"{LATE}.0: drop --sites",
+    "--all-reduce-algorithm ring": f"{LATE}.0: drop --all-reduce-algorithm",
+}
+
+
+@pytest.mark.parametrize("flags", LATES)
+def test_what_late_ranks_do_not_do_is_refused(flags: str) -> None:
+    assert problems(f"{LATE} {flags}", 4) == [LATES[flags]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 2",
+        "--cp 2",
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        "--num-experts 4 --tp 2 --sequence-parallel --ep 2 --etp 1",
+    ],
+)
+def test_what_late_ranks_do_is_not_refused(flags: str) -> None:
+    chosen = resolve(config_of(f"{LATE} {flags}"), 4).synchronization
+    assert chosen.leaves_out
+    assert not chosen.is_plain
 
 
 def test_a_batch_is_that_of_the_workers() -> None:

@@ -99,6 +99,13 @@ def main() -> None:
     from megalite.extras.planner.plan import Planner
 
     cluster, stack = find_cluster(options.cluster), find_stack(options.stack) if options.stack else None
+    if config.parallel.device_classes is not None:
+        from megalite.extras.planner.device_plan import MixedPlanner
+
+        mixed = MixedPlanner(with_classes(config, options, gpus, keep), stack)
+        for line in report(mixed, options, argv, keep):
+            say(line)
+        return
     if cluster.nodes is not None and gpus > cluster.nodes * cluster.node_ranks:
         raise ConfigurationError(
             f"--gpus {gpus}: --cluster {options.cluster} has {cluster.nodes * cluster.node_ranks} GPUs"
@@ -178,7 +185,35 @@ def completed(argv: Sequence[str]) -> RunConfig:
             "megalite-compare-synchronization measures, and pretrain_gpt.py --dry-run shows memory and messages, but "
             "not of parameter servers"
         )
+    if config.parallel.data_parallel_shares is not None:
+        raise ConfigurationError("--data-parallel-shares: plans count equal shares. Leave it out")
     return replace(config, data=data, training=training)
+
+
+def with_classes(config: RunConfig, options: Options, gpus: int, keep: Collection[str]) -> RunConfig:
+    """Return the run with the text of its classes of devices, and its stages written out.
+
+    Raises:
+        ConfigurationError: the options ask for what is planned only on devices that are alike.
+    """
+    from megalite.extras.planner.device_classes import require_valid_classes, with_device_classes
+    from megalite.extras.planner.layouts import AXES
+
+    if set(keep) != set(AXES):
+        raise ConfigurationError(
+            "--device-classes: layouts are searched for devices that are alike; plan that of the flags by --keep layout"
+        )
+    if options.cluster != Options.cluster:
+        raise ConfigurationError(
+            f"--cluster {options.cluster}: the classes of --device-classes have the devices: drop one"
+        )
+    if options.explain or options.scaling is not None:
+        raise ConfigurationError(
+            "--explain and --scaling compare layouts on devices that are alike: drop --device-classes"
+        )
+    config = with_letters(with_device_classes(config, gpus), gpus, keep)
+    require_valid_classes(config, gpus)
+    return config
 
 
 def with_letters(config: RunConfig, gpus: int, keep: Collection[str]) -> RunConfig:
@@ -189,7 +224,7 @@ def with_letters(config: RunConfig, gpus: int, keep: Collection[str]) -> RunConf
         return replace(config, parallel=replace(config.parallel, pipeline_model_parallel_layout=None))
     from megalite.extras.planner.stage_layout import with_stages
 
-    return with_stages(config, gpus)
+    return with_stages(config, gpus)[0]
 
 
 def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequence[str]) -> Iterator[str]:
