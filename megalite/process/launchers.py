@@ -14,6 +14,8 @@ from megalite.errors import ConfigurationError
 
 POD_PORT = 29500
 """Port of rank 0's store in a pod of Kubernetes, which has an address of its own."""
+GENERATION = "MEGALITE_GENERATION"
+"""Variable with the number of the generation of a rank that is restarted warm."""
 _FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's step IDs from here on are batch scripts and salloc shells, not tasks
 _LOWEST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
 
@@ -256,6 +258,7 @@ def attempt() -> str:
     """Return a name of this attempt of torchrun, for the keys of a store that it keeps over attempts.
 
     The agents count their attempts apart: one that joins later begins with 0. Where rank 0 hosts a store for each
-    attempt, all have the same name.
+    attempt, all have the same name. A warm restart adds its generation.
     """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"
+    return f"{count}.{os.environ[GENERATION]}" if GENERATION in os.environ else count
