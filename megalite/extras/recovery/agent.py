@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE, CommunicationError
+from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE
 from megalite.extras.recovery import board
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
@@ -53,7 +53,7 @@ class Launched:
 
     lines: Lines
     hello: Message = field(default_factory=dict)
-    place: Place = Place(0, 0, 1)
+    place: Place = field(default_factory=lambda: Place(0, 0, 1))
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -377,8 +377,8 @@ class Agent:
                 self._begun = int(number)
                 if self._decides and self._why:
                     seconds = time.monotonic() - self._failed_at
-                    text = f"generation {self._generation}: {self._why}; went on after step {number}, {seconds:.1f} s later"
-                    self._ranks[0].lines.send({"say": text})
+                    after = f"went on after step {number}, {seconds:.1f} s later"
+                    self._ranks[0].lines.send({"say": f"generation {self._generation}: {self._why}; {after}"})
 
     def _reap(self, rank: Launched, descriptor: int) -> None:
         """Handle the end of a rank."""
@@ -568,7 +568,9 @@ def _record(rank: Launched, generation: int) -> str:
     if not given:
         return ""
     attempt = Path(given).parent.parent  # .../attempt_0/LOCAL_RANK/error.json
-    return str(attempt.parent / f"warm_{attempt.name}" / f"attempt_{generation}" / Path(given).parent.name / "error.json")
+    return str(
+        attempt.parent / f"warm_{attempt.name}" / f"attempt_{generation}" / Path(given).parent.name / "error.json"
+    )
 
 
 def _become_rank(
@@ -615,8 +617,8 @@ def _call_store(lines: Lines, first: Launched) -> None:
 def command() -> None:
     """Run the agent. Arguments: the descriptor of the socket that listens, and the process ID of the launcher."""
     descriptor, launcher = map(int, sys.argv[1:])
-    for number in STOP_SIGNALS:  # SLURM sends them to every process of a step; a rank has handlers of its own
-        signal.signal(number, lambda *_: None)
+    for stop in STOP_SIGNALS:  # SLURM sends them to every process of a step; a rank has handlers of its own
+        signal.signal(stop, lambda *_: None)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     preload()
     os.chdir("/")

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE
 from megalite.extras.recovery.generation import Generation
-from megalite.process.output import write_out
+from megalite.process.output import say, write_out
 from megalite.process.signals import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
@@ -85,7 +85,7 @@ def _run(hello: Mapping[str, Any]) -> int:
         if isinstance(ending.code, int):
             return ending.code
         if ending.code is not None:
-            print(ending.code, file=sys.stderr)  # noqa: T201
+            say(ending.code, to_error=True)
             return 1
     return 0
 

@@ -26,7 +26,12 @@ def agents(job: Job) -> Tree:
         except OSError:
             continue
     mine = [process for process, parent in found.items() if parent not in found]
-    return {agent: sorted(process for process, parent in found.items() if parent == agent) for agent in mine}
+    return {agent: _children(agent) for agent in mine}
+
+
+def _children(process: int) -> list[int]:
+    """Return the children of a process, in the order in which they were forked."""
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 
 
 def ranks(job: Job) -> list[int]:
