@@ -47,11 +47,10 @@ def main() -> int:
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
-    config = resolve(arguments.config, place.world_size, place.local_world_size)
-    if config.recovery.warm_restart and GENERATION not in os.environ:
-        code = entry_point("run_warm")(config, place)
-        return code
+    if arguments.config.recovery.warm_restart and GENERATION not in os.environ:
+        return int(entry_point("run_warm")(arguments.config, place))
     startup = Startup(place)
+    config = resolve(arguments.config, place.world_size, place.local_world_size)
     require_load(config.checkpoint)
     place.require_servers(place.world_size - config.synchronization.workers(place.world_size))
     startup.announce(config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.config.checkpoint import CheckpointConfig, is_url
-from megalite.config.fields import NonNegativeInt, PositiveInt, needs
+from megalite.config.fields import PositiveInt, needs
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,15 @@ class RecoveryConfig:
     """Options of recovery from the failure of a rank."""
 
     warm_restart: bool = False
-    """When a rank fails, start all ranks again within the same job, from processes that have imported everything."""
+    """Start all ranks again when one fails, within the same job, from processes that have imported everything."""
     memory_checkpoint_interval: PositiveInt | None = None
     """Steps between copies of a rank's state in the host's memory, its own and that of a partner on another node."""
-    spare_nodes: NonNegativeInt = 0
-    """Number of the last nodes of the launcher that wait, and take the ranks of a node that is lost."""
 
 
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        yield from needs(recovery, "memory_checkpoint_interval spare_nodes", "--warm-restart")
+        yield from needs(recovery, "memory_checkpoint_interval", "--warm-restart")
         return
     if checkpoint.save is None:
         yield "--warm-restart needs --save, the run directory from which ranks that start again continue"

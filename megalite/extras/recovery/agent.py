@@ -16,26 +16,21 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE
 from megalite.extras.recovery import board
-from megalite.extras.recovery.generation import Generation
+from megalite.extras.recovery.forks import Launched, fork_board, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.extras.recovery.preload import preload
-from megalite.extras.recovery.rank import close_all_but, end_with_parent, run_rank, take_streams
-from megalite.lifecycle.torchrun_record import VARIABLE as RECORD
 from megalite.process.host import host_name
 from megalite.process.place import Place, ranks_text
 from megalite.process.signals import STOP_SIGNALS
 
-MEMORY_FILES = "MEGALITE_MEMORY_FILES"
 _MEMORY_FILES_OF_A_RANK = 4
 _WITHOUT_PROGRESS = 3
 """Generations that begin after the same step, one after the other, after which the run is given up."""
@@ -45,22 +40,6 @@ _MEETING_SECONDS = 60.0  # for the other agents, which have learned of the end o
 _LEAVING_SECONDS = 5.0  # for the other agents to learn of the end, from a store that ends with this process
 _RESTART_SECONDS = 600.0  # for a launcher to start the ranks again
 _COMING_SECONDS = 60.0  # for the first rank to come
-
-
-@dataclass(eq=False)
-class Launched:
-    """Process of the launcher, and the rank that runs for it."""
-
-    lines: Lines
-    hello: Message = field(default_factory=dict)
-    place: Place = field(default_factory=lambda: Place(0, 0, 1))
-    process: int = 0
-    """Rank's process; 0 if none is running."""
-    pipe: int = -1
-    """What the rank tells."""
-    told: int | None = None
-    """Exit code with which the rank has said that it ends on purpose."""
-    ended: bool = False
 
 
 class Agent:
@@ -145,6 +124,7 @@ class Agent:
             self._lose(rank)
 
     def _greet(self, rank: Launched, hello: Message) -> None:
+        """Take a process of the launcher in, and begin once all of this node are there."""
         rank.hello, rank.place = hello, Place(**hello["place"])
         number = rank.place.rank
         if self._state != "waiting" or number in self._ranks:
@@ -214,18 +194,13 @@ class Agent:
 
     def _open_board(self) -> None:
         """Fork the process that calls the store."""
-        ours, theirs = socket.socketpair()
-        first, parent = self._first, os.getpid()
-        self._board_process = os.fork()
-        if not self._board_process:
-            _run_board(Lines(theirs), first, self._baseline, parent)
-        theirs.close()
-        self._board = Lines(ours)
+        self._board, self._board_process = fork_board(self._first, self._baseline)
         self._on_read(self._board, self._read_board)
         self._state = "connecting"
-        self._wait(first.hello["meeting_seconds"] + 60.0, self._lose_board)
+        self._wait(self._first.hello["meeting_seconds"] + 60.0, self._lose_board)
 
     def _read_board(self) -> None:
+        """Handle what the board's process has read, but for notices of earlier generations."""
         assert self._board is not None
         try:
             messages = self._board.receive()
@@ -318,6 +293,7 @@ class Agent:
         return {"begin": True}
 
     def _see_roster(self, value: Message) -> None:
+        """Start the ranks, or end the run, as has been decided."""
         if "end" in value or self._stopped:
             self._leave_together(value if "end" in value else {"end": EXIT_RESUMABLE})
             return
@@ -334,41 +310,28 @@ class Agent:
 
     def _fork(self, rank: Launched) -> None:
         """Start the process of a rank."""
-        reading, writing = os.pipe()
-        hello, number = rank.hello, rank.place.rank
-        generation = Generation(self._generation, hello["began"], hello["stop"] and tuple(hello["stop"]), writing)
-        environment = _variables(rank, self._generation)
         files: list[int] = []
-        if hello["copies"]:
+        if rank.hello["copies"]:
+            number = rank.place.rank
             if number not in self._memory:
                 names = (f"megalite rank {number} {i}" for i in range(_MEMORY_FILES_OF_A_RANK))
                 self._memory[number] = [os.memfd_create(name) for name in names]
             files = self._memory[number]
-            environment[MEMORY_FILES] = ",".join(map(str, files))
-        kept = self._baseline | set(files) | {writing}
-        parent = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        process = os.fork()
-        if not process:
-            _become_rank(rank, generation, environment, kept, parent)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        os.close(writing)
-        rank.process, rank.pipe, rank.told = process, reading, None
-        os.set_blocking(reading, False)
-        self._on_read(reading, partial(self._hear, rank))
-        descriptor = os.pidfd_open(process)
+        fork_rank(rank, self._generation, files, self._baseline)
+        self._on_read(rank.pipe, partial(self._hear, rank))
+        descriptor = os.pidfd_open(rank.process)
         self._on_read(descriptor, partial(self._reap, rank, descriptor))
 
     def _hear(self, rank: Launched) -> None:
         """Take what a rank tells; its words are short, and come whole."""
+        if rank.pipe < 0:
+            return
         try:
             data = os.read(rank.pipe, 4096)
         except BlockingIOError:
             return
         if not data:
-            self._selector.unregister(rank.pipe)
-            os.close(rank.pipe)
-            rank.pipe = -1
+            self._close_pipe(rank)
         for line in data.decode(errors="replace").splitlines():
             word, _, number = line.partition(" ")
             if word == "end":
@@ -380,25 +343,20 @@ class Agent:
                     after = f"went on after step {number}, {seconds:.1f} s later"
                     self._ranks[0].lines.send({"say": f"generation {self._generation}: {self._why}; {after}"})
 
+    def _close_pipe(self, rank: Launched) -> None:
+        self._selector.unregister(rank.pipe)
+        os.close(rank.pipe)
+        rank.pipe = -1
+
     def _reap(self, rank: Launched, descriptor: int) -> None:
         """Handle the end of a rank."""
         self._selector.unregister(descriptor)
         os.close(descriptor)
         _, status = os.waitpid(rank.process, 0)
         code = os.waitstatus_to_exitcode(status)
-        while rank.pipe >= 0:
-            before = rank.pipe
-            self._hear(rank)
-            if rank.pipe == before and rank.told is not None:
-                break
-            if rank.pipe == before:  # a process of the rank lives on, and holds the pipe
-                self._selector.unregister(rank.pipe)
-                os.close(rank.pipe)
-                rank.pipe = -1
-        if rank.pipe >= 0:
-            self._selector.unregister(rank.pipe)
-            os.close(rank.pipe)
-            rank.pipe = -1
+        self._hear(rank)
+        if rank.pipe >= 0:  # a process of the rank lives on, and holds the pipe
+            self._close_pipe(rank)
         with suppress(ProcessLookupError):
             os.killpg(rank.process, signal.SIGKILL)  # the processes that it has started
         rank.process = 0
@@ -502,7 +460,7 @@ class Agent:
         self._state = "left"
         for rank in self._ranks.values():
             speaks = rank is self._first and (self._decides or end.get("local"))
-            record = _record(rank, self._generation)
+            record = record_of(rank, self._generation)
             rank.lines.close_descriptors()
             rank.lines.send(
                 {
@@ -539,79 +497,6 @@ _HANDLERS: dict[str, Callable[[Agent, Any], None]] = {
     "finished": Agent._see_finished,
     "left": Agent._see_left,
 }
-
-
-def _variables(rank: Launched, generation: int) -> dict[str, str]:
-    """Return the variables that a rank has in place of those of its launcher."""
-    place = rank.place
-    variables = {"MEGALITE_EXIT_FILE": ""}
-    if place.world_size > 1:
-        variables |= {
-            "RANK": str(place.rank),
-            "LOCAL_RANK": str(place.local_rank),
-            "WORLD_SIZE": str(place.world_size),
-            "LOCAL_WORLD_SIZE": str(place.local_world_size),
-            "MASTER_ADDR": place.host,
-            "MASTER_PORT": str(place.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-    if record := _record(rank, generation):
-        with suppress(OSError):
-            Path(record).parent.mkdir(parents=True, exist_ok=True)
-        variables[RECORD] = record
-    return variables
-
-
-def _record(rank: Launched, generation: int) -> str:
-    """Return the file for the error of a rank of a generation; "" if the launcher wants none."""
-    given = rank.hello["environment"].get(RECORD)
-    if not given:
-        return ""
-    attempt = Path(given).parent.parent  # .../attempt_0/LOCAL_RANK/error.json
-    return str(
-        attempt.parent / f"warm_{attempt.name}" / f"attempt_{generation}" / Path(given).parent.name / "error.json"
-    )
-
-
-def _become_rank(
-    rank: Launched, generation: Generation, environment: dict[str, str], kept: set[int], parent: int
-) -> NoReturn:
-    try:
-        end_with_parent(parent)
-        take_streams(rank.lines.descriptors)
-        close_all_but(kept)
-        run_rank(rank.hello, generation, environment)
-    finally:
-        os._exit(EXIT_RESUMABLE)
-
-
-def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -> NoReturn:
-    """Connect to the store, and call it for the agent, in a process just forked."""
-    try:
-        end_with_parent(parent)
-        take_streams(first.lines.descriptors)
-        close_all_but(baseline | {lines.fileno()})
-        os.environ.clear()
-        os.environ.update(first.hello["environment"])
-        _call_store(lines, first)
-    except (Ended, RuntimeError):
-        pass
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(EXIT_RESUMABLE)
-
-
-def _call_store(lines: Lines, first: Launched) -> None:
-    from megalite.errors import MegaliteError
-    from megalite.lifecycle.rendezvous import connect
-
-    try:
-        store = connect(first.place, first.hello["meeting_seconds"], "warm")
-    except MegaliteError as error:
-        lines.send({"failed": error.exit_code, "error": str(error)})
-        return
-    board.serve(lines, store)
 
 
 def command() -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config import RunConfig
+from megalite.config.near_checkpoints import require_load
+from megalite.config.validate import resolve
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.lifecycle.failure import report
@@ -45,6 +47,8 @@ def run_warm(config: RunConfig, place: Place) -> int:
         CommunicationError: the agent cannot be reached.
     """
     began = time.monotonic()
+    config = resolve(config, place.world_size, place.local_world_size)
+    require_load(config.checkpoint)
     _require(place)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = launcher_process()

@@ -72,6 +72,7 @@ def run_rank(hello: Mapping[str, Any], generation: Generation, environment: Mapp
 
 
 def _run(hello: Mapping[str, Any]) -> int:
+    """Run the program as Python would; return its exit code."""
     try:
         if hello["module"] is not None:
             runpy.run_module(hello["module"], run_name="__main__", alter_sys=True)
