@@ -303,7 +303,7 @@ class Agent:
         if lost := [rank for rank in self._ranks.values() if rank.ended]:
             self._first_word("over", {"end": EXIT_RESUMABLE, "error": f"rank {lost[0].place.rank} has ended"})
             return
-        for rank in self._ranks.values():
+        for _, rank in sorted(self._ranks.items()):
             self._fork(rank)
 
     # ------------------------------------------------------------------------------------------------ running
