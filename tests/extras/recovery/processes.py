@@ -16,11 +16,16 @@ Tree = dict[int, list[int]]
 
 
 def agents(job: Job) -> Tree:
-    """Return the agents of a job: those that hold its port in their environment."""
+    """Return the agents of a job."""
+    return agents_at(job.port)
+
+
+def agents_at(port: int) -> Tree:
+    """Return the agents that have this port of the store in their environment."""
     found: dict[int, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            ours = f"MASTER_PORT={job.port}\0".encode() in (folder / "environ").read_bytes()
+            ours = f"MASTER_PORT={port}\0".encode() in (folder / "environ").read_bytes()
             if ours and b"recovery.agent" in (folder / "cmdline").read_bytes():
                 found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.campaign import RANKS, Campaign
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN
 from tests.extras.recovery import processes
-from tests.extras.recovery.processes import agents, kill, no_orphans, until
+from tests.extras.recovery.processes import agents, agents_at, kill, no_orphans, until
 from tests.harness.fault import Fault
-from tests.harness.job import Job
+from tests.harness.job import Job, free_port
 
 WARM = ("--warm-restart",)
 
@@ -178,3 +181,30 @@ def test_every_rank_may_be_killed_from_outside(tmp_path: Path) -> None:
             job.wait_for_output(0, f"generation {number + 2}: rank {number} on {os.uname().nodename} was killed")
         assert job.wait(60.0) == [85] * RANKS, everything(job)
     campaign.assert_unbroken()
+
+
+_LAUNCHER = """
+import os, subprocess, sys
+told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+ranks = [
+    subprocess.Popen([sys.executable, *sys.argv[2:]], env=os.environ | told | {"RANK": str(r), "LOCAL_RANK": str(r)})
+    for r in range(2)
+]
+for rank in ranks:
+    rank.wait()
+"""
+
+
+def test_nothing_outlives_the_launcher(tmp_path: Path) -> None:
+    """A launcher that is killed ends no rank itself."""
+    port = free_port()
+    flags = [*MOCK, *GPT2, "--train-iters", "100000", "--save", str(tmp_path / "run"), "--resume", "auto"]
+    command = [sys.executable, "-c", _LAUNCHER, str(port), str(PRETRAIN), *flags, "--warm-restart"]
+    with (tmp_path / "output").open("wb") as output:
+        launcher = subprocess.Popen(command, stdout=output, stderr=output)
+    until(lambda: b"step " in (tmp_path / "output").read_bytes(), (tmp_path / "output").read_text())
+    tree = agents_at(port)
+    assert [len(children) for children in tree.values()] == [3]
+    launcher.kill()
+    launcher.wait()
+    no_orphans(tree)
