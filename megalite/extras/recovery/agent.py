@@ -120,6 +120,8 @@ class Agent:
                     self._greet(rank, message)
                 elif "signal" in message:
                     self._forward(rank, message["signal"])
+                elif "stop" in message and self._state in ("waiting", "connecting", "meeting"):
+                    self._forward(rank, signal.SIGTERM)  # in other states, the ranks look for the file
         except Ended:
             self._lose(rank)
 
@@ -194,6 +196,9 @@ class Agent:
 
     def _open_board(self) -> None:
         """Fork the process that calls the store."""
+        for number in self._memory.keys() - self._ranks.keys():  # the launcher has numbered the ranks anew
+            for descriptor in self._memory.pop(number):
+                os.close(descriptor)
         self._board, self._board_process = fork_board(self._first, self._baseline)
         self._on_read(self._board, self._read_board)
         self._state = "connecting"
@@ -352,13 +357,12 @@ class Agent:
         """Handle the end of a rank."""
         self._selector.unregister(descriptor)
         os.close(descriptor)
+        self._kill(rank)  # the processes that it has started, in its group; its number is taken until it is waited for
         _, status = os.waitpid(rank.process, 0)
         code = os.waitstatus_to_exitcode(status)
         self._hear(rank)
         if rank.pipe >= 0:  # a process of the rank lives on, and holds the pipe
             self._close_pipe(rank)
-        with suppress(ProcessLookupError):
-            os.killpg(rank.process, signal.SIGKILL)  # the processes that it has started
         rank.process = 0
         if self._state == "running":
             self._judge(rank, code)
@@ -380,9 +384,10 @@ class Agent:
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         why = f"rank {number} on {host_name()} {how}"
-        self._first_word("over", {"failed": why})
+        grace = 0.0 if code < 0 else _GRACE_SECONDS
+        self._first_word("over", {"failed": why, "grace": grace})
         self._state = "ending"
-        self._wait(0.0 if code < 0 else _GRACE_SECONDS, self._kill_all)
+        self._wait(grace, self._kill_all)
 
     def _see_finished(self, value: list[int]) -> None:
         self._finished.update(value)
@@ -397,7 +402,7 @@ class Agent:
         if self._state == "running":
             self._state = "ending"
             asked = "end" in value and "error" not in value
-            self._wait(_LAST_SECONDS if asked else _GRACE_SECONDS, self._kill_all)
+            self._wait(_LAST_SECONDS if asked else value.get("grace", _GRACE_SECONDS), self._kill_all)
         if "failed" in value:
             self._why, self._failed_at = value["failed"], time.monotonic()
         self._end_generation()

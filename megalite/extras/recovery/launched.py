@@ -26,7 +26,7 @@ from megalite.config.validate import resolve
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.lifecycle.failure import report
-from megalite.lifecycle.startup import STOP, identity
+from megalite.lifecycle.startup import SECONDS_BETWEEN_LOOKS, STOP, identity
 from megalite.lifecycle.torchrun_record import VARIABLE
 from megalite.process.host import start_of
 from megalite.process.launchers import RANK_VARIABLES
@@ -74,7 +74,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
-    return _follow(lines, reading, place)
+    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"])
 
 
 def _require(place: Place) -> None:
@@ -165,13 +165,21 @@ def _start_agent(name: str, launcher: int) -> None:
         )
 
 
-def _follow(lines: Lines, signals: int, place: Place) -> int:
-    """Do what the agent says until it gives the exit code, and pass on stop signals."""
+def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: object) -> int:
+    """Do what the agent says until it gives the exit code, and pass on stop signals.
+
+    One process of the node also tells the agent of a `stop` file that is newer than the run. The agent needs it while
+    no ranks run, as when other nodes are late.
+    """
+    looks = place.local_rank == 0
     poll = select.poll()
     poll.register(lines, select.POLLIN)
     poll.register(signals, select.POLLIN)
     while True:
-        for descriptor, _ in poll.poll():
+        ready = poll.poll(1000 * SECONDS_BETWEEN_LOOKS if looks else None)
+        if looks and identity(stop) not in (None, old_stop):
+            lines.send({"stop": True})
+        for descriptor, _ in ready:
             if descriptor == signals:
                 for number in set(os.read(signals, 64)).intersection(STOP_SIGNALS):
                     lines.send({"signal": number})

@@ -31,10 +31,10 @@ def agents_at(port: int) -> Tree:
         except OSError:
             continue
     mine = [process for process, parent in found.items() if parent not in found]
-    return {agent: _children(agent) for agent in mine}
+    return {agent: children_of(agent) for agent in mine}
 
 
-def _children(process: int) -> list[int]:
+def children_of(process: int) -> list[int]:
     """Return the children of a process, in the order in which they were forked."""
     return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.campaign import RANKS, Campaign
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Start
 from tests.extras.recovery import processes
 from tests.extras.recovery.processes import agents, agents_at, kill, no_orphans, until
 from tests.harness.fault import Fault
@@ -181,6 +181,26 @@ def test_every_rank_may_be_killed_from_outside(tmp_path: Path) -> None:
             job.wait_for_output(0, f"generation {number + 2}: rank {number} on {os.uname().nodename} was killed")
         assert job.wait(60.0) == [85] * RANKS, everything(job)
     campaign.assert_unbroken()
+
+
+def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_path: Path) -> None:
+    """The other node is late."""
+    flags = [*GPT2, "--micro-batch-size", 1, "--train-iters", 4, "--save", tmp_path / "run", "--resume", "auto"]
+    job = start(*flags, "--warm-restart", world_size=2, LOCAL_WORLD_SIZE="2", WORLD_SIZE="4")
+    until(lambda: [len(children) for children in agents(job).values()] == [1], "no agent meets")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "STOP").touch()
+    assert job.wait(30.0) == [85, 85], job.stderr(0)
+
+
+def test_one_process_alone_goes_on(start: Start, tmp_path: Path) -> None:
+    flags = [*GPT2, "--train-iters", 1000, "--save", tmp_path / "run", "--save-interval", 1, "--resume", "auto"]
+    job = start(*flags, "--warm-restart")
+    job.wait_for_output(0, "step ")
+    kill(processes.ranks(job)[0])
+    job.wait_for_output(0, "\ngeneration 2: rank 0 on ")
+    job.kill(0, signal.SIGTERM)
+    assert job.wait(60.0) == [85], job.stderr(0)
 
 
 _LAUNCHER = """
