@@ -75,7 +75,9 @@ def _rank(rank: int, files: list[list[int]], flags: str, rounds: int, store: str
         every = max(1, -(-price // SHARE))
         print(f"{parameters / 1e6:.1f}M parameters, {size / 2**20:.0f} MiB a copy, 16 samples a step on 2 ranks")
         print(f"step without a copy {without:.3f} s of the CPU, with one {with_copy:.3f} s: {100 * price:.1f}%")
-        print(f"training stops for {1000 * stop:.0f} ms of the clock; every {every:.0f} steps: {100 * price / every:.1f}%")
+        print(
+            f"training stops for {1000 * stop:.0f} ms of the clock; every {every:.0f} steps: {100 * price / every:.1f}%"
+        )
     dist.barrier()
 
 

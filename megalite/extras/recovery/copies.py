@@ -2,8 +2,8 @@
 
 A copy is taken in two phases. First the state is copied into a slot (`Copies.after_step`), while training stands still.
 Then, beside the next steps, a thread computes the checksums, commits the slot, and exchanges copies with the partners.
-Two slots alternate, and one is overwritten only after all ranks have committed the other: at each moment there is a step
-of which every rank has a copy, its own or its partner's.
+Two slots alternate, and one is overwritten only after all ranks have committed the other: at each moment there is a
+step of which every rank has a copy, its own or its partner's.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def test_every_flipped_byte_of_a_slot_is_noticed() -> None:
     assert slot.header() == header
     assert slot.is_intact()
     assert slot.manifest().training.iteration == 7
-    covered = {*range(slot_module.HEADER, slot_module.HEADER + 48), *range(slot_module.HEADER + 64, slot_module.HEADER + 104)}
+    covered = {
+        *range(slot_module.HEADER, slot_module.HEADER + 48),
+        *range(slot_module.HEADER + 64, slot_module.HEADER + 104),
+    }
     for at in [*range(0, slot_module.HEADER_BYTES, 5), *sorted(covered), *range(header.start, header.stop, 7)]:
         slot.memory[at] ^= 4
         assert not slot.is_intact(), at
@@ -165,7 +168,10 @@ def test_a_common_step_is_left_wherever_a_rank_dies(
     files, nodes = memory(2), ["a", "b"]
     rank_pools(2).run(dies, files, nodes, tmp_path, EVERY, 2, point, victim)
     ended = rank_pools(2).run(train, files, nodes, tmp_path, EVERY, 0, 1)
-    assert ended[0][0] in ("continues from the copies in memory of step 2", "continues from the copies in memory of step 3")
+    assert ended[0][0] in (
+        "continues from the copies in memory of step 2",
+        "continues from the copies in memory of step 3",
+    )
     assert len({how for how, *_ in ended}) == 1
     if point in ("while it copies", "before the commit"):
         assert ended[0][0].endswith("step 2")
@@ -239,11 +245,14 @@ def test_a_damaged_copy_is_not_loaded(how: str, memory: Any, rank_pools: RankPoo
         flip(files, 2, 3, kept=True)
     ended = rank_pools(3).run(train, files, nodes, tmp_path, flags, 0, {"own": 0, "both": 1, "all": 4}[how])
     start, notes = ended[0][:2]
-    assert start == {
-        "own": "continues from the copies in memory of step 4 (rank 1's from its partner, rank 2)",
-        "both": "continues from the copies in memory of step 3",
-        "all": None,
-    }[how]
+    assert (
+        start
+        == {
+            "own": "continues from the copies in memory of step 4 (rank 1's from its partner, rank 2)",
+            "both": "continues from the copies in memory of step 3",
+            "all": None,
+        }[how]
+    )
     assert "WARNING: loading the copies in memory of step 4 failed on rank 1:" in notes[0]
     assert "the checksum of" in notes[0]
     assert str(FOLDER) not in "".join(notes)

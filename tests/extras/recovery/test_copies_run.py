@@ -18,7 +18,20 @@ STEPS = 150
 
 
 def started(folder: Path, files: tuple[int, ...]) -> subprocess.Popen[str]:
-    flags = [*MOCK, *GPT2, "--save", folder, "--resume", "auto", "--train-iters", STEPS, "--eval-iters", 1, "--eval-interval", 100]
+    flags = [
+        *MOCK,
+        *GPT2,
+        "--save",
+        folder,
+        "--resume",
+        "auto",
+        "--train-iters",
+        STEPS,
+        "--eval-iters",
+        1,
+        "--eval-interval",
+        100,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop(FILES, None)
     if files:
@@ -48,7 +61,8 @@ def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
     first = started(tmp_path / "a", files)
     path, until = tmp_path / "a" / "metrics.jsonl", time.monotonic() + 240
     while not path.exists() or path.read_text().count("\n") < 10:
-        assert time.monotonic() < until and first.poll() is None
+        assert time.monotonic() < until
+        assert first.poll() is None
         time.sleep(0.01)
     first.kill()
     first.communicate()
@@ -72,7 +86,7 @@ def test_memory_files_do_not_count_against_the_size_of_shared_memory(folder: str
     """The slots are larger than /dev/shm, which containers often limit to 64 MiB."""
     script = (
         f"mount -t tmpfs -o size=1m tmpfs {folder} && "
-        f"{sys.executable} -c 'import os; n = os.memfd_create(\"s\"); os.posix_fallocate(n, 0, 1 << 24); "
+        f'{sys.executable} -c \'import os; n = os.memfd_create("s"); os.posix_fallocate(n, 0, 1 << 24); '
         "print(os.fstat(n).st_size)'"
     )
     done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, check=False)
