@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
@@ -49,6 +49,35 @@ class _Agreed:
     """A checkpoint is still being written in the background."""
     save_failed: bool
     """Writing a checkpoint has failed."""
+    copying: bool = False
+    """A copy in memory is under way."""
+
+
+class Copies(Protocol):
+    """Copies in memory of what ranks hold (megalite/extras/recovery/copies.py)."""
+
+    notes: tuple[str, ...]
+
+    @property
+    def busy(self) -> bool:
+        """Return whether this rank's last copy is under way. Raises the error of its background work."""
+
+    def load(self, build: Any, on_disk: Sequence[AnyPath]) -> tuple[Trainer, str] | None:
+        """Return the trainer that continues from copies, and a text on where; None if there are none to load."""
+
+    def begin(self, trainer: Trainer) -> None:
+        """Allocate the memory."""
+
+    def after_step(self, *, busy: bool) -> str | None:
+        """Take a copy if one is due, and no rank is busy. Returns a text to show."""
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for the record of a step."""
+
+    def __enter__(self) -> Copies: ...
+
+    def __exit__(self, *error: Any) -> None:
+        """End the background work."""
 
 
 class TrainingLoop:
@@ -64,6 +93,7 @@ class TrainingLoop:
         self._ledger: Ledger | None = None
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
+        self.copies: Copies | None = None
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -102,6 +132,11 @@ class TrainingLoop:
             self._end_early()
             return False
         last = trainer.iteration == trainer.iterations
+        if self.copies is not None and not last:
+            with self.sections(SAVE):
+                told = self.copies.after_step(busy=agreed.copying)
+            if told is not None:
+                self.display.message(told)
         if last or agreed.save or self._every(self.config.checkpoint.save_interval):
             self._save(last=last)
         return True
@@ -136,6 +171,8 @@ class TrainingLoop:
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
+            if self.copies is not None:
+                stack.enter_context(self.copies)
             if self.config.training.manual_gc:
                 gc.disable()
             self._stack = stack.pop_all()
@@ -160,6 +197,8 @@ class TrainingLoop:
         figures = {} if timing is None else timing.figures()
         if self.config.logging.log_world_size_to_tensorboard:
             figures["world_size"] = self.mesh.world_size
+        if self.copies is not None:
+            figures |= self.copies.figures()
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         self._record(self.metrics)
         if self.trainer.decisions:
@@ -281,7 +320,8 @@ class TrainingLoop:
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         with self.sections(AGREEMENT):
-            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving
+            copying = () if self.copies is None else (self.copies.busy,)
+            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving, *copying
             asked, *others = self.agreed(flags)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
@@ -37,6 +38,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
+    from megalite.run.loop import Copies
     from megalite.torch_internals import Store
 
 
@@ -67,6 +69,7 @@ class Run:
         self.config, self._make_task, self._place, self.startup = config, make_task, place, startup
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
+        self.copies: Copies | None = None
         self._shown = False
         self._stack = ExitStack()
         save = config.checkpoint.save
@@ -98,6 +101,9 @@ class Run:
                 self._synchronization = make_synchronization(config, mesh)
                 self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
+                if self.copies is not None and self.trainer is not None:
+                    self.copies.begin(self.trainer)
+                    self._notes += self.copies.notes
             self._stack = stack.pop_all()
         return self
 
@@ -117,6 +123,13 @@ class Run:
 
             trainer = SeveralTrainer
         build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
+        paths = resume_point.candidates.paths
+        if "MEGALITE_MEMORY_FILES" in os.environ:  # the agent of this node keeps them for ranks that start again
+            self.copies = entry_point("memory_copies")(config, mesh)
+        if self.copies is not None and (found := self.copies.load(build, paths)) is not None:
+            self.trainer, self.how = found
+            self.last = self.trainer.iterations
+            return
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
             """Return the last step, and the trainer that continues the run, or None if the run has finished."""
@@ -131,7 +144,6 @@ class Run:
             build().load(path, described, resume_point)
             return build().iterations, build()
 
-        paths = resume_point.candidates.paths
         if paths:
             path, (self.last, self.trainer), damaged = checkpoint.newest_whole(paths, load)
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
@@ -168,7 +180,9 @@ class Run:
 
     def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
         """Return the loop that runs the trainer of this rank."""
-        return self._synchronization.loop(trainer, display, self.startup)
+        loop = self._synchronization.loop(trainer, display, self.startup)
+        loop.copies = self.copies
+        return loop
 
     def finish(self, display: Display, last: int) -> None:
         """Show that the run is finished, and write DONE into its directory, so that scripts do not start it again.
