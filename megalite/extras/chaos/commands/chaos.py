@@ -30,6 +30,9 @@ from megalite.extras.chaos.verdict import Verdict, judge, shown, summary
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say
 
+RESTARTS = 3
+"""Starts of a disturbed run beyond one for each fault, and the first."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -93,9 +96,8 @@ def disturb(
     cut = "network" in (options.kinds if given is None else [fault.kind for trial in given for fault in trial])
     if cut:
         require_namespaces()
-    limits = Limits(options.timeout)
-
     def run(name: str, faults: Sequence[Fault]) -> Trial:
+        limits = Limits(options.timeout, restarts=RESTARTS if faults else 0)
         return Running(command, folder / name, faults, sites, limits, cut=cut).run_to_its_end()
 
     undisturbed = run("undisturbed", [])
