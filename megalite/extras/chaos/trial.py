@@ -16,7 +16,7 @@ from typing import Any
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, ConfigurationError
 from megalite.extras.chaos import processes
-from megalite.extras.chaos.faults import FATAL, Fault, Observed
+from megalite.extras.chaos.faults import Fault, Observed
 from megalite.extras.chaos.plan import Sites
 from megalite.process import programs
 
@@ -24,8 +24,6 @@ RUN = "{run}"
 """Word in a command that stands for the run directory."""
 _INJECTED = Path(__file__).parent / "injected"
 _POLL = 0.01
-_ENDING_SECONDS = 30.0
-"""Seconds in which a command's processes must have ended after the command itself."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,12 @@ class Limits:
     Attributes:
         seconds: without a step, a new process or a fault for so long, the run hangs.
         restarts: number of restarts, beyond one for each fault, after which it is given up.
+        ending: seconds in which the command's processes must have ended after the command itself.
     """
 
     seconds: float = 120.0
     restarts: int = 3
+    ending: float = 30.0
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Trial:
         occurred: the record of each fault that has occurred, by its number in the schedule.
         recovered: the time of the first step after each of these faults.
         given_up: why the run was not restarted, "" if it finished.
-        processes_left: processes that had not ended half a minute after their command.
+        processes_left: processes that had not ended within `Limits.ending` after their command.
         memory_left: names in /dev/shm that the run has left behind.
         seconds: from the first start to the end.
     """
@@ -93,15 +93,15 @@ class Trial:
     def add(self, record: dict[str, Any]) -> None:
         """Add a record. A step after a fault is the recovery from it.
 
-        After a fault that ends the rank, it is a step of the process that takes the rank's place.
+        While power is being lost, the rank goes on: then it is a step of the process that takes its place.
         """
         self.records.append(record)
         if record["record"] == "fault":
             self.occurred[record["fault"]] = record
         elif record["record"] == "step":
             for number, occurred in self.occurred.items():
-                same = record["process"] == occurred["process"] and self.faults[number].kind in FATAL
-                if number not in self.recovered and record["rank"] == occurred["rank"] and not same:
+                lost = record["process"] == occurred["process"] and self.faults[number].kind == "lying-fsync"
+                if number not in self.recovered and record["rank"] == occurred["rank"] and not lost:
                     self.recovered[number] = record["time"]
 
     def recovery(self, number: int) -> float | None:
@@ -204,7 +204,7 @@ class Running:
         if power:
             lose_writes(trial.run, self._kept)
             self._kept = {}
-        left = processes.wait_for_end(self._mark, _ENDING_SECONDS)
+        left = processes.wait_for_end(self._mark, self._limits.ending)
         trial.processes_left += [f"{each} {processes.name_of(each)}" for each in left]
         processes.end(self._mark)
         trial.codes.append(code)

@@ -96,6 +96,7 @@ def disturb(
     cut = "network" in (options.kinds if given is None else [fault.kind for trial in given for fault in trial])
     if cut:
         require_namespaces()
+
     def run(name: str, faults: Sequence[Fault]) -> Trial:
         limits = Limits(options.timeout, restarts=RESTARTS if faults else 0)
         return Running(command, folder / name, faults, sites, limits, cut=cut).run_to_its_end()
