@@ -186,6 +186,7 @@ def _draw_trial(
     generator: random.Random, count: int, kinds: Sequence[str], sites: Collection[str], recovery: Collection[str],
     observed: Observed,
 ) -> list[Fault]:  # fmt: skip
+    """Draw the faults of a trial, one after the other."""
     trial: list[Fault] = []
     for number in range(count):
         kind, rank = generator.choice(list(kinds)), generator.randrange(observed.world_size)

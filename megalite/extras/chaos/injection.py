@@ -107,6 +107,8 @@ class Chaos:
         return reaching
 
     def _stepping(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with a record of each step that it has finished."""
+
         @functools.wraps(function)
         def stepping(*arguments: Any, **named: Any) -> Any:
             if self._slow_steps:
@@ -171,6 +173,7 @@ class Chaos:
     # ------------------------------------------------------------------------------------------------ what happens
 
     def _occur(self, fault: Mapping[str, Any]) -> None:
+        """Let a fault occur in this process."""
         kind, seconds, generator = fault["kind"], fault["seconds"], random.Random(fault["seed"])
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

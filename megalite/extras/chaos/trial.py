@@ -82,7 +82,7 @@ class Trial:
 
     @property
     def observed(self) -> Observed:
-        """What an undisturbed run has reached."""
+        """Calls of the sites, and the duration, of an undisturbed run."""
         calls: dict[int, dict[str, int]] = {}
         steps = [record["time"] for record in self.of_kind("step")]
         for record in self.records:
@@ -142,6 +142,7 @@ class Running:
         self._mark = secrets.token_hex(8)
         self._position = 0
         self._progress = time.monotonic()
+        self._until_recovered = False
         self._pending = dict(enumerate(faults))
         self._kept: dict[str, int] = {}
         self._network_until = 0.0
@@ -161,8 +162,12 @@ class Running:
             processes.MARK: self._mark,
         }
 
-    def run_to_its_end(self) -> Trial:
-        """Start the command, and again as long as it ends without having finished."""
+    def run_to_its_end(self, *, until_recovered: bool = False) -> Trial:
+        """Start the command, and again as long as it ends without having finished.
+
+        `until_recovered`: its end is the recovery from the last fault, after which it is killed.
+        """
+        self._until_recovered = until_recovered
         trial, began, before = self.trial, time.monotonic(), processes.shared_memory()
         try:
             while self._start_once():
@@ -191,14 +196,14 @@ class Running:
             )
         self._progress = time.monotonic()
         power = False
-        while process.poll() is None and not trial.hung:
+        while process.poll() is None and not trial.hung and not self._is_over:
             time.sleep(_POLL)
             self._read()
             power = self._act(process.pid)
             if power:
                 break
             trial.hung = time.monotonic() - self._progress > self._limits.seconds
-        if power or trial.hung:
+        if power or trial.hung or self._is_over:
             processes.end(self._mark)
         code = process.wait()
         if power:
@@ -209,13 +214,17 @@ class Running:
         processes.end(self._mark)
         trial.codes.append(code)
         told = exit_file.read_text().strip() if exit_file.exists() else ""
-        if code == EXIT_FINISHED or trial.hung:
+        if code == EXIT_FINISHED or trial.hung or self._is_over:
             return False
         if told in (str(EXIT_CONFIGURATION), str(EXIT_FATAL)):
             trial.given_up = f"exit code {told}"
         elif len(trial.codes) > len(trial.faults) + self._limits.restarts:
             trial.given_up = f"not finished after {len(trial.codes)} starts"
         return not trial.given_up
+
+    @property
+    def _is_over(self) -> bool:
+        return self._until_recovered and len(self.trial.recovered) == len(self.trial.faults)
 
     def _read(self) -> None:
         """Read the records that have been added."""

@@ -15,7 +15,7 @@ from megalite.extras.chaos.trial import Trial
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a disturbed run has kept and lost.
+    """Verdict on a disturbed run: kept and lost.
 
     Attributes:
         faults: each fault of the schedule, with the seconds to the next step (null: no step followed) and whether it

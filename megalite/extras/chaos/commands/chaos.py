@@ -1,6 +1,6 @@
 """Disturb a command with faults, at named sites and random moments, and tell what it loses.
 
-    python tools/chaos.py --trials 5 --faults 2 --output /tmp/chaos -- \\
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 python tools/chaos.py --trials 5 --faults 2 --output /tmp/chaos -- \\
         torchrun --standalone --nproc-per-node 2 pretrain_gpt.py ... --save {run} --resume auto
 
 The command runs undisturbed once, and then once for each trial, in a run directory of its own that takes the place of
