@@ -46,8 +46,7 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "disk full for two seconds": (Fault("full-disk", 1, "save.begin", 2, seconds=2.0),),
     "bit flipped in a weight in memory": (Fault("bit-in-memory", 0, "forward", 8, seed=1),),
 }
-"""Faults of each row. Sites have the same names in all three programs; the eighth call of `forward` is in step 4 of
-megalite, which has two micro-batches, and in step 8 of the others."""
+"""Faults of each row. Sites have the same names in all three programs, and each has one forward a step and rank."""
 
 
 @dataclass(frozen=True)
