@@ -42,7 +42,7 @@ FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "exception in a step": (Fault("exception", 1, "optimizer", 8),),
     "stop (SIGSTOP)": (Fault("stop", 1, "forward", 8),),
     "bit flipped in the newest checkpoint": (Fault("bit-in-file", 0, "forward", 8, seed=7),),
-    "power loss, syncs lied": (Fault("lying-fsync", 0, "save.done", 2, seconds=0.1),),
+    "power loss in a save, syncs lied": (Fault("lying-fsync", 0, "save.begin", 2, seconds=0.3),),
     "disk full for two seconds": (Fault("full-disk", 1, "save.begin", 2, seconds=2.0),),
     "bit flipped in a weight in memory": (Fault("bit-in-memory", 0, "forward", 8, seed=1),),
 }

@@ -12,6 +12,7 @@ and `fired/N`, a file that exists when fault N has occurred.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import errno
 import functools
@@ -149,7 +150,8 @@ class Chaos:
                     continue
                 del self._faults[number]
                 if self._first(number):
-                    self.record("fault", rank, fault=number, calls=self._calls)
+                    kept = {"sizes": sizes_of(self.run)} if fault["kind"] == "lying-fsync" else {}
+                    self.record("fault", rank, fault=number, calls=self._calls, **kept)
                     self._occur(fault)
 
     def _mark(self, number: int) -> Path:
@@ -203,15 +205,26 @@ def _replace(module: ModuleType, name: str, wrapped: Callable[[Callable[..., Any
     setattr(holder, last, wrapped(getattr(holder, last)))
 
 
+def sizes_of(run: Path) -> dict[str, int]:
+    """Return the size of each file below a folder, by its inode."""
+    found = {}
+    for path in run.rglob("*"):
+        with contextlib.suppress(OSError):  # it may have been renamed meanwhile
+            if path.is_file():
+                found[str(path.stat().st_ino)] = path.stat().st_size
+    return found
+
+
 def flip_in_memory(generator: random.Random) -> str:
     """Flip one bit of one element of a random parameter of this process, and describe it."""
-    parameter_class = import_module("torch.nn").Parameter
-    parameters = [each for each in gc.get_objects() if type(each) is parameter_class and each.numel()]
+    torch = import_module("torch")
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    leaves = [each for each in found if each.requires_grad and each.is_leaf]
+    parameters = [each for each in leaves if each.numel() and not each.is_meta]  # shapes alone have no bits
     if not parameters:
         return "there was no parameter to flip a bit of"
     chosen = generator.choice(parameters)
     element, bit = generator.randrange(chosen.numel()), generator.randrange(8 * chosen.element_size())
-    torch = import_module("torch")
     place = tuple(int(index) for index in torch.unravel_index(torch.tensor(element), chosen.shape))
     bits = chosen.detach()[place].reshape(1).clone().view(torch.uint8)
     bits[bit // 8] ^= 1 << bit % 8

@@ -208,7 +208,6 @@ class Running:
         code = process.wait()
         if power:
             lose_writes(trial.run, self._kept)
-            self._kept = {}
         left = processes.wait_for_end(self._mark, self._limits.ending)
         trial.processes_left += [f"{each} {processes.name_of(each)}" for each in left]
         processes.end(self._mark)
@@ -253,7 +252,6 @@ class Running:
             if number not in self.trial.occurred and not (self._is_due(number, now) and self._strike(number, fault)):
                 continue
             if fault.kind == "lying-fsync":
-                self._kept = self._kept or sizes_of(self.trial.run)
                 if now < self.trial.occurred[number]["time"] + fault.duration:
                     continue
             elif fault.kind == "network":
@@ -261,6 +259,7 @@ class Running:
                 _set_loopback(process, "down")
             del self._pending[number]
             if fault.kind == "lying-fsync":
+                self._kept = self.trial.occurred[number]["sizes"]
                 return True
         return False
 
@@ -292,11 +291,6 @@ class Running:
         (trial.folder / "fired" / str(number)).touch()
         self._read()
         return True
-
-
-def sizes_of(run: Path) -> dict[str, int]:
-    """Return the size of each file below a folder, by its inode."""
-    return {str(path.stat().st_ino): path.stat().st_size for path in run.rglob("*") if path.is_file()}
 
 
 def lose_writes(run: Path, kept: Mapping[str, int]) -> None:

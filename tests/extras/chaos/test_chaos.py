@@ -18,7 +18,7 @@ from megalite.errors import ConfigurationError
 from megalite.extras.chaos import injection
 from megalite.extras.chaos.faults import KINDS, Fault, Observed, draw, every_site, read_schedules, written
 from megalite.extras.chaos.plan import read_sites
-from megalite.extras.chaos.trial import Limits, Running, Trial, lose_writes, require_namespaces, sizes_of
+from megalite.extras.chaos.trial import Limits, Running, Trial, lose_writes, require_namespaces
 from megalite.extras.chaos.verdict import Verdict, judge, summary
 from tests.extras.chaos import toy
 from tests.harness.tool import run_tool
@@ -131,7 +131,7 @@ def test_one_bit_of_one_parameter_is_flipped(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_power_loss_takes_what_was_written_since(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("kept")
     (tmp_path / "log").write_text("kept")
-    kept = sizes_of(tmp_path)
+    kept = injection.sizes_of(tmp_path)
     with (tmp_path / "log").open("a") as file:
         file.write(", lost")
     (tmp_path / "new").write_text("lost")

@@ -51,7 +51,7 @@ def judged(trial: Trial, undisturbed: Trial) -> Verdict:
     [
         (Fault("kill", 1, "reduce", 5), Fault("kill", 0, "connected", 1, after=0)),
         (Fault("bit-in-file", 0, "save.done", 3, seed=5),),
-        (Fault("lying-fsync", 1, "save.done", 3, seconds=0.1),),
+        (Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),),
     ],
     ids=lambda faults: faults[0].kind,
 )
