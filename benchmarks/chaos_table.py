@@ -70,7 +70,8 @@ def systems(torchft: str | None) -> dict[str, System]:
         "dcp": System(read_sites(folder / "dcp.toml"), [*torchrun, *baseline, "dcp", *rest]),
     }
     if torchft is not None:
-        command = [torchft, *baseline, "replicas", *rest]
+        # Long enough for a replica to come back while another trains.
+        command = [torchft, *baseline, "replicas", *rest, "--steps", "200"]
         found["replicas"] = System(read_sites(folder / "replicas.toml"), command)
     return found
 
@@ -99,11 +100,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--torchft", help="interpreter that has torchft")
     parser.add_argument("--rows", nargs="+", default=list(FAULTS), choices=list(FAULTS))
+    parser.add_argument("--systems", nargs="+", default=["megalite", "dcp", "replicas"])
     parser.add_argument("--write", action="store_true", help="leave the table in benchmarks/results")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    programs = systems(arguments.torchft)
+    programs = {name: each for name, each in systems(arguments.torchft).items() if name in arguments.systems}
     cells: dict[str, dict[str, str]] = {row: {} for row in arguments.rows}
     with tempfile.TemporaryDirectory() as name:
         for column, system in programs.items():

@@ -6,7 +6,7 @@ One run for each system, on this machine: a random rank is killed at a random mo
 before. `stock`: torchrun starts a plain training with torch.distributed.checkpoint anew
 (`benchmarks/recovery_baselines/dcp.py`). `plain`: torchrun starts megalite anew. `warm-srun` and `warm-torchrun`:
 megalite with --warm-restart, its processes started as srun starts them and by torchrun. A second is that of a machine
-that does nothing else; the load at the start is printed beside the figures.
+that does nothing else; the load at the start of each run is printed beside its figures.
 """
 
 from __future__ import annotations
@@ -125,15 +125,15 @@ def main() -> None:
     arguments = parser.parse_args()
     os.chdir(ROOT)
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    found: dict[str, Any] = {"load": os.getloadavg()[0]}
-    print(f"load of the machine at the start: {found['load']:.1f} on {len(os.sched_getaffinity(0))} cores")
+    found: dict[str, Any] = {}
     warm = any(system.startswith("warm") for system in arguments.systems) and knows_warm_restarts()
     with tempfile.TemporaryDirectory() as folder:
         for system in arguments.systems:
             if system.startswith("warm") and not warm:
                 print(f"{system:<14} not here: megalite has no --warm-restart", flush=True)
                 continue
-            figures = measure(system, arguments.ranks, arguments.trials, arguments.seed, Path(folder))
+            load = os.getloadavg()[0]
+            figures = {"load": load, **measure(system, arguments.ranks, arguments.trials, arguments.seed, Path(folder))}
             found[system] = figures
             of_all = figures["quantiles"]
             if of_all is None:
@@ -143,7 +143,7 @@ def main() -> None:
             shares = ", ".join(f"{share:.2%} (save of {save} s)" for save, share in figures["goodput"].items())
             print(
                 f"{system:<14} median {of_all['median']:.2f} s, p95 {of_all['p95']:.2f}, of {of_all['count']} kills, "
-                f"{figures['not_recovered']} not recovered from; goodput {shares}",
+                f"{figures['not_recovered']} not recovered from, load {load:.1f}; goodput {shares}",
                 flush=True,
             )
     if arguments.write:
