@@ -16,6 +16,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
+from tests.extras.chaos import test_chaos
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
 from tests.extras.synchronization.test_compression import EXACT, assert_same
@@ -79,6 +80,11 @@ def test_replicas_with_weights_of_their_own_are_resumed(rank_pools: RankPools, t
 def test_late_ranks_leave_out_micro_batches(rank_pools: RankPools) -> None:
     """The engine, the buckets and the record of the step know of it."""
     test_late_ranks.test_the_rest_is_trained_as_by_one_process(2, 2, test_late_ranks.OVERLAP, rank_pools)
+
+
+def test_a_killed_program_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed = test_chaos.run(tmp_path / "undisturbed")
+    test_chaos.test_a_fault_hits_the_recovery_from_another(undisturbed, tmp_path)
 
 
 def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:

@@ -55,7 +55,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
     hello = {
         "place": asdict(place),
         "save": save,
-        "copies": config.recovery.memory_checkpoint_interval is not None,
+        "copies": config.recovery.memory_checkpoint_interval != 0,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
