@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
@@ -29,6 +29,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
+    from megalite.run.copies import Copies
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -51,33 +52,6 @@ class _Agreed:
     """Writing a checkpoint has failed."""
     copying: bool = False
     """A copy in memory is under way."""
-
-
-class Copies(Protocol):
-    """Copies in memory of what ranks hold (megalite/extras/recovery/copies.py)."""
-
-    notes: tuple[str, ...]
-
-    @property
-    def busy(self) -> bool:
-        """Return whether this rank's last copy is under way. Raises the error of its background work."""
-
-    def load(self, build: Any, on_disk: Sequence[AnyPath]) -> tuple[Trainer, str] | None:
-        """Return the trainer that continues from copies, and a text on where; None if there are none to load."""
-
-    def begin(self, trainer: Trainer) -> None:
-        """Allocate the memory."""
-
-    def after_step(self, *, busy: bool) -> str | None:
-        """Take a copy if one is due, and no rank is busy. Returns a text to show."""
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the record of a step."""
-
-    def __enter__(self) -> Copies: ...
-
-    def __exit__(self, *error: Any) -> None:
-        """End the background work."""
 
 
 class TrainingLoop:
@@ -132,11 +106,6 @@ class TrainingLoop:
             self._end_early()
             return False
         last = trainer.iteration == trainer.iterations
-        if self.copies is not None and not last:
-            with self.sections(SAVE):
-                told = self.copies.after_step(busy=agreed.copying)
-            if told is not None:
-                self.display.message(told)
         if last or agreed.save or self._every(self.config.checkpoint.save_interval):
             self._save(last=last)
         return True
@@ -281,10 +250,15 @@ class TrainingLoop:
         self.saved = self.trainer.iteration
 
     def _continue_save(self, agreed: _Agreed) -> None:
-        """Continue a save in the background."""
+        """Continue a save in the background, and take a copy in memory if one is due."""
         if self.trainer.checkpoints is not None:
             with self.sections(SAVE):
                 self.trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+        if self.copies is not None and self.trainer.iteration < self.trainer.iterations and not agreed.stop:
+            with self.sections(SAVE):
+                told = self.copies.after_step(busy=agreed.copying)
+            if told is not None:
+                self.display.message(told)
 
     def _settle(self) -> None:
         if self.trainer.checkpoints is not None:

@@ -38,7 +38,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
-    from megalite.run.loop import Copies
+    from megalite.run.copies import Copies
     from megalite.torch_internals import Store
 
 
