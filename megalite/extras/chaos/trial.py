@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.atomic_files import open_itself, write_at_once
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, ConfigurationError
 from megalite.extras.chaos import processes
 from megalite.extras.chaos.faults import Fault, Observed
@@ -154,7 +155,7 @@ class Running:
             "checkpoints": sites.results.checkpoints,
             "faults": [{**asdict(fault), "seconds": fault.duration} for fault in faults],
         }
-        (folder / "plan.json").write_text(json.dumps(plan))
+        write_at_once(folder / "plan.json", json.dumps(plan).encode())
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(_INJECTED), os.environ.get("PYTHONPATH")))),
@@ -186,7 +187,7 @@ class Running:
         words = (
             ["unshare", "--net", "--", sys.executable, "-c", _LOOPBACK, *self._command] if self._cut else self._command
         )
-        with (trial.folder / f"start{len(trial.codes)}.log").open("wb") as log:
+        with open_itself(trial.folder / f"start{len(trial.codes)}.log", "wb") as log:
             process = programs.start(
                 words,
                 stdout=log,
@@ -286,9 +287,9 @@ class Running:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         line = {"record": "fault", "rank": fault.rank, "process": victim, "time": time.monotonic(), "fault": number}
-        with (trial.folder / "records.jsonl").open("ab") as file:
+        with open_itself(trial.folder / "records.jsonl", "ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
-        (trial.folder / "fired" / str(number)).touch()
+        write_at_once(trial.folder / "fired" / str(number), b"")
         self._read()
         return True
 

@@ -118,7 +118,7 @@ def disturb(
     )
     for trial in trials:
         require_ranks(trial, observed)
-    (folder / "schedule.json").write_text(written(trials))
+    write_atomically(folder / "schedule.json", written(trials).encode())
     say(f"undisturbed: {undisturbed.seconds:.1f} s on {observed.world_size} ranks; {len(trials)} disturbed runs follow")
     verdicts: list[Verdict] = []
     for number, trial in enumerate(trials):
