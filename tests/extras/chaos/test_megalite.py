@@ -50,8 +50,8 @@ def judged(trial: Trial, undisturbed: Trial) -> Verdict:
     "faults",
     [
         (Fault("kill", 1, "reduce", 5), Fault("kill", 0, "connected", 1, after=0)),
-        (Fault("bit-in-file", 0, "save.done", 3, seed=5),),
-        (Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),),
+        pytest.param((Fault("bit-in-file", 0, "save.done", 3, seed=5),), marks=pytest.mark.wide),
+        pytest.param((Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),), marks=pytest.mark.wide),
     ],
     ids=lambda faults: faults[0].kind,
 )
@@ -63,6 +63,7 @@ def test_a_run_loses_nothing(faults: tuple[Fault, ...], undisturbed: Trial, tmp_
     assert verdict.repeated > 0
 
 
+@pytest.mark.wide
 def test_a_flipped_weight_is_told(undisturbed: Trial, tmp_path: Path) -> None:
     """Nothing in a run without copies of it notices: then the verdict must not call it the same."""
     verdict = judged(run(tmp_path / "trial", [Fault("bit-in-memory", 0, "data", 2, seed=1)]), undisturbed)

@@ -27,7 +27,6 @@ SAVED = "--save run --resume auto"
         ("--warm-restart", "--warm-restart needs --save, the run directory"),
         ("--warm-restart --save s3://bucket/run --resume auto", "--warm-restart needs a --save that is a folder"),
         (f"--memory-checkpoint-interval 2 {SAVED}", "--memory-checkpoint-interval needs --warm-restart"),
-        (f"--memory-checkpoint-interval 0 --warm-restart {SAVED}", "--memory-checkpoint-interval 0: must be at least"),
     ],
 )
 def test_a_relation_that_does_not_hold_is_refused(flags: str, expected: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, iterations
 from tests.extras.recovery.processes import Tree, agents_at, children_of, kill, no_orphans, until
 from tests.harness.fork_server import loopback_interface
@@ -87,6 +89,7 @@ def test_two_nodes_go_on_together(tmp_path: Path) -> None:
     assert steps == list(range(1, steps[-1] + 1))
 
 
+@pytest.mark.wide
 def test_agents_outlive_an_attempt_of_torchrun(tmp_path: Path) -> None:
     with torchruns(tmp_path, [["--standalone", "--max-restarts", "1"]]) as (node,):
         node.wait_for("/iter_0000002 in")

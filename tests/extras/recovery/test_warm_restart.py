@@ -53,15 +53,15 @@ def disturb(campaign: Campaign, *faults: Fault, code: int = 85, hangs: bool = Fa
     "fault",
     [
         Fault("index build", 0, 0, "kill"),
-        Fault("connected", 1, 0, "kill"),
-        Fault("meeting", 0, 0, "exit"),
-        Fault("building", 2, 0, "kill"),
+        pytest.param(Fault("connected", 1, 0, "kill"), marks=pytest.mark.wide),
+        pytest.param(Fault("meeting", 0, 0, "exit"), marks=pytest.mark.wide),
+        pytest.param(Fault("building", 2, 0, "kill"), marks=pytest.mark.wide),
         Fault("backward", 3, 2, "kill"),
-        Fault("reduce", 0, 2, "crash"),
-        Fault("writing", 1, 2, "kill"),
+        pytest.param(Fault("reduce", 0, 2, "crash"), marks=pytest.mark.wide),
+        pytest.param(Fault("writing", 1, 2, "kill"), marks=pytest.mark.wide),
         Fault("commit", 0, 2, "kill"),
-        Fault("saved", 0, 2, "exit"),
-        Fault("forward", 2, 2, "defect"),
+        pytest.param(Fault("saved", 0, 2, "exit"), marks=pytest.mark.wide),
+        pytest.param(Fault("forward", 2, 2, "defect"), marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -104,7 +104,7 @@ def test_three_generations_without_progress_end_the_run(tmp_path: Path) -> None:
     assert told.count("was killed by SIGKILL") == 3, told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.wide)])
 def test_a_stop_signal_ends_the_run_for_good(number: int, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     with campaign.start(steps=20, step_seconds=0.1, more=WARM) as job:
@@ -158,6 +158,7 @@ def test_ranks_end_with_a_process_of_the_launcher(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_ranks_end_with_the_process_that_calls_the_store(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     with campaign.start(steps=50, step_seconds=0.1, more=WARM) as job:
@@ -171,6 +172,7 @@ def test_ranks_end_with_the_process_that_calls_the_store(tmp_path: Path) -> None
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_every_rank_may_be_killed_from_outside(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     with campaign.start(steps=30, step_seconds=0.1, store_of_rank_0=True, more=WARM) as job:
