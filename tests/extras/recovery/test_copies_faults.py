@@ -110,14 +110,14 @@ def test_a_copy_is_none_until_its_last_byte_is_written(monkeypatch: pytest.Monke
             left[0] -= 1
             return whole(number, data, at)
 
-        monkeypatch.setattr(slot_module.os, "pwrite", dying)
+        monkeypatch.setattr(os, "pwrite", dying)
         try:
             sealed(slot, 3)
         except KeyboardInterrupt:
             assert slot.header() is None
         else:
             assert slot.is_intact()
-        monkeypatch.setattr(slot_module.os, "pwrite", whole)
+        monkeypatch.setattr(os, "pwrite", whole)
         os.close(descriptor)
 
 
@@ -167,6 +167,8 @@ def test_a_common_step_is_left_wherever_a_rank_dies(
 ) -> None:
     files, nodes = memory(2), ["a", "b"]
     rank_pools(2).run(dies, files, nodes, tmp_path, EVERY, 2, point, victim)
+    slots = [Slot(number) for numbers in files.files for number in numbers]
+    assert all(slot.header() is None or slot.is_intact() for slot in slots)
     ended = rank_pools(2).run(train, files, nodes, tmp_path, EVERY, 0, 1)
     assert ended[0][0] in (
         "continues from the copies in memory of step 2",
