@@ -126,7 +126,8 @@ class Run:
         paths = resume_point.candidates.paths
         if "MEGALITE_MEMORY_FILES" in os.environ:  # the agent of this node keeps them for ranks that start again
             self.copies = entry_point("memory_copies")(config, mesh)
-        if self.copies is not None and (found := self.copies.load(build, paths)) is not None:
+        own = paths if resume_point.position else ()  # steps of another run say nothing about this one's
+        if self.copies is not None and (found := self.copies.load(build, own)) is not None:
             self.trainer, self.how = found
             self.last = self.trainer.iterations
             return

@@ -164,7 +164,7 @@ class Agent:
                 os.kill(rank.process, number)
         elif self._state == "meeting":
             self._first_word("roster", {"end": EXIT_RESUMABLE})
-        elif self._state == "waiting":
+        elif self._state in ("waiting", "connecting"):
             self._end_all({"end": EXIT_RESUMABLE})
 
     def _lose(self, rank: Launched) -> None:
@@ -214,7 +214,7 @@ class Agent:
             self._lose_board()
             return
         for message in messages:
-            if "ready" in message:
+            if "ready" in message and self._state == "connecting":
                 self._meet()
             elif "failed" in message:
                 self._end_all({"end": message["failed"], "error": message["error"], "local": True})
@@ -300,6 +300,8 @@ class Agent:
     def _see_roster(self, value: Message) -> None:
         """Start the ranks, or end the run, as has been decided."""
         if "end" in value or self._stopped:
+            if "end" not in value:  # the others begin, and would wait for these ranks
+                self._first_word("over", {"end": EXIT_RESUMABLE})
             self._leave_together(value if "end" in value else {"end": EXIT_RESUMABLE})
             return
         self._deadline, self._state = None, "running"
@@ -409,7 +411,10 @@ class Agent:
 
     def _end_generation(self) -> None:
         """Go on once the ranks of this node have ended, and it is known why."""
-        if self._verdict is None or any(rank.process for rank in self._ranks.values()):
+        if any(rank.process for rank in self._ranks.values()):
+            return
+        if self._verdict is None:  # the store may hang: nothing else would end this wait
+            self._wait(self._first.hello["meeting_seconds"], self._lose_board)
             return
         self._deadline = None
         if "end" in self._verdict:

@@ -318,7 +318,10 @@ class Copies:
         if error[0] is not None:
             return
         if self._work is not None:
-            self._work.result(_LAST_SECONDS)
+            try:
+                self._work.result(_LAST_SECONDS)
+            except Exception:  # the run is complete without this copy, whose thread may still use the links
+                return
         if self._links is not None:
             self._links.close()
 
