@@ -22,10 +22,11 @@ import torch.multiprocessing
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.extras.recovery.copies import FILES, memory_copies
+from megalite.extras.recovery.copies import memory_copies
 from megalite.extras.recovery.interval import SHARE
 from megalite.parallel.collectives import all_gather_json, on_any_rank
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.launchers import MEMORY_FILES
 from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import open_data
@@ -39,7 +40,7 @@ SHAPE = """--mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --seq-le
 
 def _rank(rank: int, files: list[list[int]], flags: str, rounds: int, store: str) -> None:
     torch.set_num_threads(1)
-    os.environ["SLURMD_NODENAME"], os.environ[FILES] = f"node{rank}", ",".join(map(str, files[rank]))
+    os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = f"node{rank}", ",".join(map(str, files[rank]))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     config = resolve(parse_arguments(flags.split()).config, 2)
     mesh = ParallelMesh(rank=rank, world_size=2)

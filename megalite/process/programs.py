@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SAFE_PATH = "PYTHONSAFEPATH"
+SAFE_PATH, NOTHING = "PYTHONSAFEPATH", subprocess.DEVNULL
 
 
 def python(*arguments: str | Path) -> list[str]:

@@ -24,6 +24,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
 from megalite.run.loop import TrainingLoop, metrics_path
 from megalite.storage import AnyPath, open_directory, write_atomically
@@ -124,7 +125,7 @@ class Run:
             trainer = SeveralTrainer
         build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
         paths = resume_point.candidates.paths
-        if "MEGALITE_MEMORY_FILES" in os.environ:  # the agent of this node keeps them for ranks that start again
+        if MEMORY_FILES in os.environ:  # the agent of this node keeps them for ranks that start again
             self.copies = entry_point("memory_copies")(config, mesh)
         own = paths if resume_point.position else ()  # steps of another run say nothing about this one's
         if self.copies is not None and (found := self.copies.load(build, own)) is not None:

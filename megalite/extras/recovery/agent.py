@@ -40,6 +40,9 @@ _MEETING_SECONDS = 60.0  # for the other agents, which have learned of the end o
 _LEAVING_SECONDS = 5.0  # for the other agents to learn of the end, from a store that ends with this process
 _RESTART_SECONDS = 600.0  # for a launcher to start the ranks again
 _COMING_SECONDS = 60.0  # for the first rank to come
+_STORE_SECONDS = 60.0  # for a store that answers late, beyond the time for ranks to meet
+_ANSWER_SECONDS = 10.0  # for the notice of rank 0's agent, and for the launcher's processes to end
+_NOTICE_SECONDS = 0.5  # for a last notice to reach the store
 
 
 class Agent:
@@ -51,7 +54,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._on_read(listener, self._accept)
         self._launcher = os.pidfd_open(launcher)
-        self._on_read(self._launcher, self._lose_launcher)
+        self._on_read(self._launcher, self._leave)
         self._ranks: dict[int, Launched] = {}
         self._memory: dict[int, list[int]] = {}
         self._over = False
@@ -94,9 +97,6 @@ class Agent:
     def _wait(self, seconds: float, action: Callable[[], None]) -> None:
         """Do something after some time, in place of what was to be done before."""
         self._deadline = time.monotonic() + seconds, action
-
-    def _lose_launcher(self) -> None:
-        self._over = True
 
     def _leave(self) -> None:
         self._over = True
@@ -202,7 +202,7 @@ class Agent:
         self._board, self._board_process = fork_board(self._first, self._baseline)
         self._on_read(self._board, self._read_board)
         self._state = "connecting"
-        self._wait(self._first.hello["meeting_seconds"] + 60.0, self._lose_board)
+        self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
@@ -267,7 +267,7 @@ class Agent:
         self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped})
         first = self._generation == 1
         seconds = self._first.hello["meeting_seconds"] if first else _MEETING_SECONDS
-        self._wait(seconds if self._decides else seconds + 10.0, self._miss)
+        self._wait(seconds if self._decides else seconds + _ANSWER_SECONDS, self._miss)
 
     def _miss(self) -> None:
         if not self._decides:
@@ -276,7 +276,7 @@ class Agent:
         missing = set(range(self._first.place.world_size)) - self._came
         why = f"{ranks_text(missing)} did not come to generation {self._generation}: their nodes are lost, or cut off"
         self._first_word("roster", {"end": EXIT_RESUMABLE, "error": why})
-        self._wait(10.0, self._lose_board)
+        self._wait(_ANSWER_SECONDS, self._lose_board)
 
     def _see_came(self, value: Message) -> None:
         self._came.update(value["ranks"])
@@ -450,7 +450,7 @@ class Agent:
         self._end, self._state = end, "leaving"
         if not self._decides:
             self._add("left", list(self._ranks))
-            self._wait(0.5, partial(self._end_all, end))
+            self._wait(_NOTICE_SECONDS, partial(self._end_all, end))
             return
         self._left = set(self._ranks)
         if len(self._left) == self._first.place.world_size:
@@ -480,7 +480,7 @@ class Agent:
                 }
             )
         self._code = end["end"]
-        self._wait(10.0, self._leave)
+        self._wait(_ANSWER_SECONDS, self._leave)
         if all(rank.ended for rank in self._ranks.values()):
             self._await_restart()
 

@@ -33,13 +33,13 @@ from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import in_thread
-from megalite.process.host import host_name, memory_limit
+from megalite.process.host import host_name
+from megalite.process.launchers import MEMORY_FILES
 from megalite.storage import AnyPath
 from megalite.training.resume import ResumePoint
+from megalite.training.room_on_host import full_hosts
 from megalite.training.trainer import Trainer
 
-FILES = "MEGALITE_MEMORY_FILES"
-"""Environment variable with the descriptors of this rank's slots: two for its own copies, two for its partner's."""
 _GIB = 2**30
 _ROOM = 1 << 16
 """Bytes by which a manifest may grow, since the numbers of its training state do."""
@@ -52,7 +52,7 @@ def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
 
     Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
     """
-    files = os.environ.get(FILES, "")
+    files = os.environ.get(MEMORY_FILES, "")
     given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
     if not all(all_gather_json(bool(files) and given, mesh)):
         return None
@@ -223,16 +223,13 @@ class Copies:
         return list({(region.part.name, region.part.box): region for region in regions}.values())
 
     def _require_room(self, needed: int) -> None:
-        found = all_gather_json((host_name(), needed, memory_limit()), self._mesh)
-        for host in dict.fromkeys(host for host, _, _ in found):
-            size, limit = sum(n for h, n, _ in found if h == host), min(m for h, _, m in found if h == host)
-            if size > limit:
-                raise ConfigurationError(
-                    f"host {host}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of each that "
-                    f"has its partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control "
-                    "group, or what the machine has): give --memory-checkpoint-interval 0, or divide the state among "
-                    "more ranks by --data-parallel-sharding-strategy (ZeRO)"
-                )
+        for name, _, size, limit in full_hosts(needed, self._mesh):
+            raise ConfigurationError(
+                f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of "
+                f"each that has its partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their "
+                "control group, or what the machine has): give --memory-checkpoint-interval 0, or divide the state "
+                "among more ranks by --data-parallel-sharding-strategy (ZeRO)"
+            )
 
     @property
     def busy(self) -> bool:

@@ -18,11 +18,9 @@ from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
 from megalite.extras.recovery.rank import close_all_but, end_with_parent, run_rank, take_streams
 from megalite.lifecycle.torchrun_record import VARIABLE as RECORD
+from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS
-
-MEMORY_FILES = "MEGALITE_MEMORY_FILES"
-"""Variable with the descriptors of the files in memory that outlive a rank, separated by commas."""
 
 
 @dataclass(eq=False)

@@ -29,10 +29,10 @@ from megalite.lifecycle.failure import report
 from megalite.lifecycle.startup import SECONDS_BETWEEN_LOOKS, STOP, identity
 from megalite.lifecycle.torchrun_record import VARIABLE
 from megalite.process.host import start_of
-from megalite.process.launchers import RANK_VARIABLES
+from megalite.process.launchers import RANK_VARIABLES, launcher_process
 from megalite.process.output import say
 from megalite.process.place import Place
-from megalite.process.programs import command_of, start
+from megalite.process.programs import NOTHING, command_of, start
 from megalite.process.signals import STOP_SIGNALS
 
 _CONNECTING_SECONDS = 60.0
@@ -51,7 +51,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
     require_load(config.checkpoint)
     _require(place)
     save = os.path.realpath(str(config.checkpoint.save))
-    launcher = launcher_process()
+    launcher = _launcher()
     hello = {
         "place": asdict(place),
         "save": save,
@@ -95,20 +95,10 @@ def _program() -> dict[str, Any]:
     return {"argv": sys.argv, "module": spec.name if spec else None, "file": file and os.path.abspath(file)}
 
 
-def launcher_process() -> int:
-    """Return the ID of the process that started the ranks of this node: the nearest without their rank's variable."""
+def _launcher() -> int:
+    """Return the ID of the process that started the ranks of this node."""
     names = ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else [name for name in RANK_VARIABLES if name in os.environ]
-    process = os.getppid()
-    try:
-        while process > 1 and _has_any(names, Path(f"/proc/{process}/environ").read_bytes()):
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it belongs to another user, as SLURM's does
-        pass
-    return process or os.getpid()
-
-
-def _has_any(names: list[str], environment: bytes) -> bool:
-    return any(f"\0{name}=".encode() in b"\0" + environment for name in names)
+    return launcher_process(names) or os.getpid()
 
 
 def _name(launcher: int, save: str) -> str:
@@ -159,7 +149,7 @@ def _start_agent(name: str, launcher: int) -> None:
         start(
             command_of("megalite.extras.recovery.agent", "command", str(descriptor), str(launcher)),
             pass_fds=[descriptor],
-            stdin=-3,  # subprocess.DEVNULL
+            stdin=NOTHING,
             start_new_session=True,
             env=environment,
         )
@@ -188,7 +178,11 @@ def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: obje
                 messages = lines.receive()
             except Ended:
                 if place.local_rank == 0:
-                    report(None, "the agent of this node's ranks has ended without a message, and they with it", 85)
+                    report(
+                        None,
+                        "the agent of this node's ranks has ended without a message, and they with it",
+                        EXIT_RESUMABLE,
+                    )
                 return EXIT_RESUMABLE
             for message in messages:
                 if "say" in message:

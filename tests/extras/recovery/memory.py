@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.extras.recovery.copies import FILES, Copies, memory_copies
+from megalite.extras.recovery.copies import Copies, memory_copies
 from megalite.parallel.collectives import on_any_rank
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.launchers import MEMORY_FILES
 from megalite.training.data import open_data
 from megalite.training.trainer import Trainer
 from tests.extras.synchronization.test_checkpoints import state_of
@@ -80,7 +81,7 @@ def born(
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = hosts[rank]
     files = memory.opened(rank)
-    os.environ[FILES] = ",".join(map(str, files))
+    os.environ[MEMORY_FILES] = ",".join(map(str, files))
     try:
         flags = f"{base} --save {folder} --resume auto --warm-restart {flags}"
         config = resolve(parse_arguments(flags.split()).config, size)
@@ -103,7 +104,7 @@ def born(
         copies.begin(trainer)
         return Life(trainer, copies, None if found is None else found[1])
     finally:
-        del os.environ["SLURMD_NODENAME"], os.environ[FILES]
+        del os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES]
 
 
 def train(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: int, after: int) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from megalite.extras.recovery.interval import SHARE, Price, interval_for
 from megalite.extras.recovery.partner import Links, partners_of
 from megalite.extras.recovery.slot import FOLDER, Header, Slot, seal
 from megalite.parallel.sharding import Box
+from megalite.process import host
 from tests.extras.recovery.memory import Memory, born, train
 from tests.extras.recovery.test_copies import assert_same, hosts, memory
 from tests.harness.rank_pool import RankPools
@@ -289,7 +290,7 @@ def began(memory: Memory, nodes: Sequence[str], folder: Path, on_disk: int) -> s
 
 def refused(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies_module, "memory_limit", lambda: 1 << 16)
+        patch.setattr(host, "memory_limit", lambda: 1 << 16)
         with pytest.raises(ConfigurationError) as error:
             born(memory, nodes, folder, EVERY)
     return str(error.value)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.extras.recovery.copies import FILES
+from megalite.process.launchers import MEMORY_FILES
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN
 
 STEPS = 150
@@ -33,9 +33,9 @@ def started(folder: Path, files: tuple[int, ...]) -> subprocess.Popen[str]:
         100,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop(FILES, None)
+    environment.pop(MEMORY_FILES, None)
     if files:
-        environment[FILES] = ",".join(map(str, files))
+        environment[MEMORY_FILES] = ",".join(map(str, files))
     return subprocess.Popen(
         [sys.executable, str(PRETRAIN), *map(str, flags)],
         stdout=subprocess.PIPE,
