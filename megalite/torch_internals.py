@@ -40,7 +40,11 @@ def default_store() -> Store:
 
 
 def new_process_group(
-    rank: int, ranks: Sequence[int], name: Callable[[Store], str], timeout: datetime.timedelta | None
+    rank: int,
+    ranks: Sequence[int],
+    name: Callable[[Store], str],
+    timeout: datetime.timedelta | None,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Create a process group that only its members create, with our own name.
 
@@ -51,22 +55,23 @@ def new_process_group(
 
     Args:
         name: called with the default group's store; returns the name.
+        backend: None for that of the default group.
 
     Raises:
         RuntimeError: a member has ended.
     """
     world = c10d._get_default_group()
     backend_name, store = c10d._world.pg_map[world]
-    backend, group_name = dist.Backend(backend_name), name(store)
+    own, group_name = dist.Backend(backend or backend_name), name(store)
     group, _ = c10d._new_process_group_helper(
         len(ranks),
         ranks.index(rank),
         list(ranks),
-        backend,
+        own,
         store,
         group_name=group_name,  # type: ignore[arg-type]
-        timeout=timeout or c10d._get_default_timeout(backend),
-        device_id=world.bound_device_id,
+        timeout=timeout or c10d._get_default_timeout(own),
+        device_id=world.bound_device_id if backend is None else None,
     )
     c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group

@@ -56,6 +56,7 @@ def load(
     state: bool = True,
     casts: bool = False,
     optional: Container[str] = (),
+    alone: bool = False,
 ) -> TrainingState:
     """Set the weights, the modules' state, and the optimizer's state (if given) from the checkpoint in folder `path`.
 
@@ -70,6 +71,7 @@ def load(
             values.
         optional: modules' state, as `state/NAME`, that may be missing in the network, or in the checkpoint: it then
             keeps its initial values.
+        alone: `described` is of what this rank holds, and each rank has another one.
 
     Raises:
         CorruptCheckpointError: a file is damaged. It is the same error on every rank. Some weights and state may
@@ -93,7 +95,10 @@ def load(
         if described is None:
             check_all_see(str(manifest.checksum), path, mesh)
         kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
-        _check_all_used(manifest, {plain_name(found.name) for found, _ in chosen}, mesh, path, kinds, optional)
+        readers = node if alone else mesh.world()
+        with raise_on_all_ranks(mesh, None) if alone else nullcontext():
+            ours = {plain_name(found.name) for found, _ in chosen}
+            _check_all_used(manifest, ours, readers, mesh.device, path, kinds, optional)
         _zero_the_rest(module, optimizer, state)
         failure = fill(path, manifest, chosen, needs, node, mesh.device)
         with raise_on_all_ranks(mesh, doing):
@@ -293,17 +298,18 @@ def _weight_shape(tensor: Kind | TensorBox) -> tuple[int, ...]:
 def _check_all_used(
     manifest: Manifest,
     ours: set[str],
-    mesh: ParallelMesh,
+    readers: Group,
+    device: torch.device,
     path: AnyPath,
     prefixes: tuple[str, ...],
     optional: Container[str],
 ) -> None:
-    """Raise CheckpointError on every rank if the checkpoint holds a tensor that no rank loads."""
+    """Raise CheckpointError on every rank of the readers if the checkpoint holds a tensor that none of them loads."""
     names = {name: plain_name(name) for name in manifest.tensors if not is_extra(name)}
     names = {name: plain for name, plain in names.items() if plain.startswith(prefixes) and plain not in optional}
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
-    used = torch.tensor([plain in ours for plain in names.values()], dtype=torch.int32, device=mesh.device)
-    flags = collectives.all_reduce_(used, mesh.world(), "max").tolist()
+    used = torch.tensor([plain in ours for plain in names.values()], dtype=torch.int32, device=device)
+    flags = collectives.all_reduce_(used, readers, "max").tolist()
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
     if unused:
         problems = [f"{name} {list(manifest.tensors[name].shape)} has no place in this run's model" for name in unused]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from megalite.config.yaml_file import Sections
 from megalite.entry_points import entry_point
 from megalite.lifecycle.failure import run_main
 from megalite.lifecycle.startup import Startup
+from megalite.process.launchers import GENERATION
 from megalite.process.place import place_from_environment
 
 
@@ -45,6 +47,8 @@ def main() -> int:
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
+    if arguments.config.recovery.warm_restart and GENERATION not in os.environ:
+        return int(entry_point("run_warm")(arguments.config, place))
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
     require_load(config.checkpoint)

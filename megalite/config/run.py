@@ -16,6 +16,7 @@ from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogC
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.recovery import RecoveryConfig
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import TrainingConfig
 
@@ -44,6 +45,8 @@ class TaskConfig:
     """Measurement of time and memory."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """Watchdog for a run that hangs."""
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    """Restart of ranks that fail, within the job."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
+from megalite.config.recovery import recovery_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
@@ -148,6 +149,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        recovery_problems(config.recovery, config.checkpoint),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -167,6 +169,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        recovery_problems(config.recovery, config.checkpoint),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 

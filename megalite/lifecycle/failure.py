@@ -29,6 +29,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.atomic_files import write_at_once
+from megalite.entry_points import entry_point
 from megalite.errors import (
     EXIT_FINISHED,
     EXIT_INTERNAL,
@@ -42,7 +43,7 @@ from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, 
 from megalite.lifecycle.torchrun_record import record
 from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
-from megalite.process.launchers import attempt
+from megalite.process.launchers import GENERATION, attempt
 from megalite.process.names import as_installed
 from megalite.process.output import require_streams, say, write_out
 from megalite.process.place import Place, place_or_alone
@@ -76,11 +77,13 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         with _output_written():
             code = main()
             ignore_stop_signals()
+        _tell_end(code)
         if place_or_alone().rank == 0:
             write_exit_code(code)
     except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
+            _tell_end(ending.code)
             if ending.code != EXIT_FINISHED:
                 write_exit_code(ending.code)  # also after a stop signal: a rank that caused it has left its own code
             _exit(ending.code)
@@ -90,6 +93,12 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     except BaseException as error:
         _fail(_describe(error), exit_code_of(error))
     sys.exit(code)
+
+
+def _tell_end(code: int) -> None:
+    """Tell the agent that restarts ranks, if there is one, that this rank ends on purpose."""
+    if GENERATION in os.environ:
+        entry_point("generation")().tell_end(code)
 
 
 def report_uncaught() -> None:

@@ -13,12 +13,15 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megalite.config import RunConfig
 from megalite.config.checkpoint import is_url
+from megalite.entry_points import entry_point
 from megalite.errors import EXIT_RESUMABLE
 from megalite.lifecycle.deadline import job_end
 from megalite.lifecycle.failure import write_exit_code
+from megalite.process.launchers import GENERATION
 from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.storage import AnyPath, open_directory
@@ -32,7 +35,8 @@ class Startup:
     """State of a run's start, until its first step. Create it at the beginning of `main`."""
 
     def __init__(self, place: Place) -> None:
-        self.began = time.monotonic()
+        self._generation: Any = entry_point("generation")() if GENERATION in os.environ else None
+        self.began = time.monotonic() if self._generation is None else self._generation.began
         """Start of the program, as `time.monotonic` in seconds."""
         self.job_end, note = job_end(os.environ, time.time())
         """End of the job in Unix seconds (deadline.py); None if it is not known."""
@@ -64,7 +68,7 @@ class Startup:
         if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
             return
         path = open_directory(save) / STOP
-        self.preexisting_stop = identity(path)
+        self.preexisting_stop = identity(path) if self._generation is None else self._generation.stop
         interval = SECONDS_BETWEEN_REQUESTS if is_url(save) else SECONDS_BETWEEN_LOOKS
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
 
@@ -75,9 +79,14 @@ class Startup:
 
             self._store = open_early(self._place)
 
-    def finish(self) -> None:
-        """Stop watching. From now on the training loop handles STOP, including one created since the last look."""
+    def finish(self, iteration: int) -> None:
+        """Stop watching. From now on the training loop handles STOP, including one created since the last look.
+
+        `iteration`: the step after which the run goes on.
+        """
         self._over.set()
+        if self._generation is not None:
+            self._generation.tell_begun(iteration)
 
     def _look(self, path: AnyPath, interval: float) -> None:
         while not self._over.wait(interval):

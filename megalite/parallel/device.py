@@ -91,13 +91,18 @@ def make_deterministic(enabled: bool) -> None:
 def host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Allocate bytes on the host, with all pages present, for fast copies to and from the device (pinned for CUDA)."""
     memory = torch.empty(size, dtype=torch.uint8).fill_(0)  # the first write makes the system map the pages
-    if device.type == "cuda" and size:
+    page_lock(memory, device)
+    return memory
+
+
+def page_lock(memory: torch.Tensor, device: torch.device) -> None:
+    """Keep bytes of the host where they are, for fast copies to and from the device. A no-op on the CPU."""
+    if device.type == "cuda" and memory.numel():
         # Registered by hand, because torch's own pinned allocations are rounded up to powers of two.
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
         # Views keep the storage, and not this tensor.
         weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

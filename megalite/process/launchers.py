@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,10 @@ from megalite.errors import ConfigurationError
 
 POD_PORT = 29500
 """Port of rank 0's store in a pod of Kubernetes, which has an address of its own."""
+GENERATION = "MEGALITE_GENERATION"
+"""Variable with the number of the generation of a rank that is restarted warm."""
+MEMORY_FILES = "MEGALITE_MEMORY_FILES"
+"""Variable with the descriptors of four files in memory that outlive such a rank, separated by commas."""
 _FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's step IDs from here on are batch scripts and salloc shells, not tasks
 _LOWEST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
 
@@ -171,7 +175,7 @@ def _meet_here(told: LauncherInfo) -> LauncherInfo:
     """Return the same, with an address of this machine if all ranks run on it."""
     if told.rank is None or told.world_size is None or _value(told.local_world_size) != told.world_size.value:
         return told
-    return replace(told, host="127.0.0.1", port=told.port or derived_port(str(_launcher_process(told.rank))))
+    return replace(told, host="127.0.0.1", port=told.port or derived_port(str(launcher_process([told.rank.name]))))
 
 
 def _slurm(environment: Mapping[str, str]) -> LauncherInfo:
@@ -236,13 +240,16 @@ def derived_port(*job: str) -> int:
     return _LOWEST_PORT + zlib.crc32(" ".join(job).encode()) % _PORTS
 
 
-def _launcher_process(rank: Number) -> int:
-    """Return the ID of the process that started the ranks of this machine: the nearest without their rank variable."""
+def launcher_process(names: Sequence[str]) -> int:
+    """Return the ID of the process that started the ranks of this machine: the nearest without these variables."""
     process = os.getppid()
     try:
-        while f"\0{rank.name}=".encode() in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
+        while process > 1:
+            environment = b"\0" + Path(f"/proc/{process}/environ").read_bytes()
+            if not any(f"\0{name}=".encode() in environment for name in names):
+                break
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it belongs to another user, or this is not Linux
+    except OSError:  # it belongs to another user, as SLURM's does, or this is not Linux
         pass
     return process
 
@@ -256,6 +263,7 @@ def attempt() -> str:
     """Return a name of this attempt of torchrun, for the keys of a store that it keeps over attempts.
 
     The agents count their attempts apart: one that joins later begins with 0. Where rank 0 hosts a store for each
-    attempt, all have the same name.
+    attempt, all have the same name. A warm restart adds its generation.
     """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"
+    return f"{count}.{os.environ[GENERATION]}" if GENERATION in os.environ else count

@@ -9,7 +9,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _OF_SCRIPTS = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "inspect": "inspect-checkpoint"}
 _SAME = (
-    "calibrate|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
+    "calibrate|chaos|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
     "inspect_dataset|merge_datasets|plan|reshard|scaling|train_tokenizer|translate"
 )
 _OF_TOOLS = rf"(?<!\S)tools/(?:checkpoint/)?({'|'.join(_OF_SCRIPTS)}|{_SAME})"

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SAFE_PATH = "PYTHONSAFEPATH"
+SAFE_PATH, NOTHING = "PYTHONSAFEPATH", subprocess.DEVNULL
 
 
 def python(*arguments: str | Path) -> list[str]:
@@ -23,13 +23,18 @@ def python(*arguments: str | Path) -> list[str]:
     return [sys.executable, *options, *map(str, arguments)]
 
 
-def pretrain(*flags: str) -> list[str]:
-    """Return the command of megalite-pretrain, which finds megalite where this process has it, installed or not."""
+def command_of(module: str, function: str, *arguments: str) -> list[str]:
+    """Return the command of a function of megalite, found where this process has megalite, installed or not."""
     code = (
         f"import sys; root = {str(Path(__file__).parents[2])!r}; root in sys.path or sys.path.insert(0, root); "
-        "from megalite.commands.pretrain import command; command()"
+        f"from {module} import {function}; {function}()"
     )
-    return python("-c", code, *flags)
+    return python("-c", code, *arguments)
+
+
+def pretrain(*flags: str) -> list[str]:
+    """Return the command of megalite-pretrain."""
+    return command_of("megalite.commands.pretrain", "command", *flags)
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:

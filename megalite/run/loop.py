@@ -29,6 +29,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
+    from megalite.run.copies import Copies
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -49,6 +50,8 @@ class _Agreed:
     """A checkpoint is still being written in the background."""
     save_failed: bool
     """Writing a checkpoint has failed."""
+    copying: bool = False
+    """A copy in memory is under way."""
 
 
 class TrainingLoop:
@@ -64,6 +67,7 @@ class TrainingLoop:
         self._ledger: Ledger | None = None
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
+        self.copies: Copies | None = None
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -132,10 +136,12 @@ class TrainingLoop:
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.startup.finish()
+            self.startup.finish(trainer.iteration)
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
+            if self.copies is not None:
+                stack.enter_context(self.copies)
             if self.config.training.manual_gc:
                 gc.disable()
             self._stack = stack.pop_all()
@@ -160,6 +166,8 @@ class TrainingLoop:
         figures = {} if timing is None else timing.figures()
         if self.config.logging.log_world_size_to_tensorboard:
             figures["world_size"] = self.mesh.world_size
+        if self.copies is not None:
+            figures |= self.copies.figures()
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         self._record(self.metrics)
         if self.trainer.decisions:
@@ -242,10 +250,15 @@ class TrainingLoop:
         self.saved = self.trainer.iteration
 
     def _continue_save(self, agreed: _Agreed) -> None:
-        """Continue a save in the background."""
+        """Continue a save in the background, and take a copy in memory if one is due."""
         if self.trainer.checkpoints is not None:
             with self.sections(SAVE):
                 self.trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+        if self.copies is not None and self.trainer.iteration < self.trainer.iterations and not agreed.stop:
+            with self.sections(SAVE):
+                told = self.copies.after_step(busy=agreed.copying)
+            if told is not None:
+                self.display.message(told)
 
     def _settle(self) -> None:
         if self.trainer.checkpoints is not None:
@@ -281,7 +294,8 @@ class TrainingLoop:
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         with self.sections(AGREEMENT):
-            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving
+            copying = () if self.copies is None else (self.copies.busy,)
+            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving, *copying
             asked, *others = self.agreed(flags)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 

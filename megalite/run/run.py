@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache, partial
@@ -23,6 +24,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
 from megalite.run.loop import TrainingLoop, metrics_path
 from megalite.storage import AnyPath, open_directory, write_atomically
@@ -37,6 +39,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
+    from megalite.run.copies import Copies
     from megalite.torch_internals import Store
 
 
@@ -67,6 +70,7 @@ class Run:
         self.config, self._make_task, self._place, self.startup = config, make_task, place, startup
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
+        self.copies: Copies | None = None
         self._shown = False
         self._stack = ExitStack()
         save = config.checkpoint.save
@@ -98,6 +102,9 @@ class Run:
                 self._synchronization = make_synchronization(config, mesh)
                 self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
+                if self.copies is not None and self.trainer is not None:
+                    self.copies.begin(self.trainer)
+                    self._notes += self.copies.notes
             self._stack = stack.pop_all()
         return self
 
@@ -117,6 +124,14 @@ class Run:
 
             trainer = SeveralTrainer
         build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
+        paths = resume_point.candidates.paths
+        if MEMORY_FILES in os.environ:  # the agent of this node keeps them for ranks that start again
+            self.copies = entry_point("memory_copies")(config, mesh)
+        own = paths if resume_point.position else ()  # steps of another run say nothing about this one's
+        if self.copies is not None and (found := self.copies.load(build, own)) is not None:
+            self.trainer, self.how = found
+            self.last = self.trainer.iterations
+            return
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
             """Return the last step, and the trainer that continues the run, or None if the run has finished."""
@@ -131,7 +146,6 @@ class Run:
             build().load(path, described, resume_point)
             return build().iterations, build()
 
-        paths = resume_point.candidates.paths
         if paths:
             path, (self.last, self.trainer), damaged = checkpoint.newest_whole(paths, load)
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
@@ -168,7 +182,9 @@ class Run:
 
     def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
         """Return the loop that runs the trainer of this rank."""
-        return self._synchronization.loop(trainer, display, self.startup)
+        loop = self._synchronization.loop(trainer, display, self.startup)
+        loop.copies = self.copies
+        return loop
 
     def finish(self, display: Display, last: int) -> None:
         """Show that the run is finished, and write DONE into its directory, so that scripts do not start it again.

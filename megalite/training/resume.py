@@ -48,6 +48,8 @@ class ResumePoint:
     model: AnyPath | None = None
     """Hugging Face folder, or checkpoint of a dense model to upcycle, with the initial weights, used if there are no
     candidates."""
+    alone: bool = False
+    """True: each rank loads a checkpoint of its own, of what it holds."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from megalite.config.offload import OffloadConfig
 from megalite.errors import ConfigurationError
@@ -21,15 +22,20 @@ def require_room_on_host(needed: int, offload: OffloadConfig, mesh: ParallelMesh
     """
     if not mesh.is_connected:  # the ranks of a dry run are on no host
         return
-    limits: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    counts: dict[str, int] = {}
+    for full in full_hosts(needed, mesh):
+        raise ConfigurationError(_too_little(*full, offload))
+
+
+def full_hosts(needed: int, mesh: ParallelMesh) -> Iterator[tuple[str, int, int, int]]:
+    """Yield each host with less memory than its ranks need: its name, the ranks, what they need and may have, in bytes.
+
+    Called by all ranks together. `needed`: bytes of this rank.
+    """
+    hosts: dict[str, tuple[int, int, int]] = {}
     for name, size, limit in collectives.all_gather_json((host.host_name(), needed, host.memory_limit()), mesh):
-        limits[name] = min(limit, limits.get(name, limit))
-        sums[name], counts[name] = sums.get(name, 0) + size, counts.get(name, 0) + 1
-    for name, size in sums.items():
-        if size > limits[name]:
-            raise ConfigurationError(_too_little(name, counts[name], size, limits[name], offload))
+        ranks, before, least = hosts.get(name, (0, 0, limit))
+        hosts[name] = ranks + 1, before + size, min(limit, least)
+    yield from ((name, *found) for name, found in hosts.items() if found[1] > found[2])
 
 
 def _too_little(name: str, ranks: int, size: int, limit: int, offload: OffloadConfig) -> str:

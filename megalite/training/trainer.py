@@ -339,8 +339,12 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
+        self.checkpoints.save(*self.progress(), display, last=last)
+
+    def progress(self) -> tuple[TrainingState, dict[str, Any]]:
+        """Return the progress and the configuration by section, for a checkpoint of what the optimizer holds now."""
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
-        self.checkpoints.save(self._training_state(), {**config, **self.shares.saved()}, display, last=last)
+        return self._training_state(), {**config, **self.shares.saved()}
 
     def _training_state(self) -> TrainingState:
         """Return the progress of the run for a checkpoint."""
@@ -384,10 +388,11 @@ class Trainer:
             self.optimizer,
             self.mesh,
             described=described,
-            plan=self.plan,
+            plan=None if resume_point.alone else self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
+            alone=resume_point.alone,
         )
         self.task.loaded()
         notes = load_notes(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.process.launchers import GENERATION
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_analysis import Diagnosis, missing
 from megalite.watchdog.hang_dump import Dumps, RankDump
@@ -17,7 +19,6 @@ SHOWN = 20  # findings of each kind in the text
 _CONSEQUENCES = 5  # shown of a hang, in its message
 _MOST = 6  # lines of each other kind in it
 _NAMED = 16  # ranks that died, with process and machine
-_GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)', re.MULTILINE)
 # A match can begin at only one place of a line, or of several empty lines. Otherwise a text of 1 MB takes hours.
 _NEXT_THREAD = re.compile(r"(?<!\n)\n+(?=thread )")
@@ -136,7 +137,7 @@ def death(lost: Sequence[tuple[Peer, float]]) -> str:
         last.append(f"in {where}{ranks}, {max(seconds for _, seconds in there):.1f} s before")
     return (
         f"{who} {have} ended without a message, last seen {', '.join(_few(last))}: killed, by a person or for lack "
-        f"of memory (see the system's log: dmesg), crashed, or without power or network. {_GO_ON}"
+        f"of memory (see the system's log: dmesg), crashed, or without power or network. {_what_follows()}"
     )
 
 
@@ -184,7 +185,7 @@ def hang(
     lines = list(map(printable_line, lines))
     if folder is not None:
         lines.append(f"more about each rank: megalite-hang-report {folder}")
-    return "\n  ".join([*lines, _GO_ON])
+    return "\n  ".join([*lines, _what_follows()])
 
 
 def _few(lines: Iterable[str]) -> list[str]:
@@ -206,3 +207,9 @@ def _innermost(dump: RankDump) -> str:
     """Return the innermost Python frame of a rank's main thread."""
     frames = _FRAME.findall(dump.stacks.partition("\nthread ")[0])
     return "{} line {}, in {}".format(*frames[-1]) if frames else "no Python code"
+
+
+def _what_follows() -> str:
+    if GENERATION in os.environ:
+        return "The ranks end, and start again (docs/recovery.md)"
+    return "The run ends; --resume auto continues from its last checkpoint"

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -92,17 +92,18 @@ class Campaign:
         store_of_rank_0: bool = False,
         step_seconds: float = 0.0,
         save_interval: int = 1,
+        more: Sequence[str] = (),
     ) -> Iterator[Job]:
         """Start a job that ends by itself after some steps.
 
         `least_seconds` and `longest_seconds`: limits of a step, and of a start or a save. `step_seconds`: added to the
-        duration of each step, to give a test time.
+        duration of each step, to give a test time. `more`: flags of this start.
         """
         self._starts += 1
         shutil.rmtree(self.folder / "cache", ignore_errors=True)  # makes each start build its indices
         flags = ["--data-path", self.folder / "corpus", "--data-cache-path", self.folder / "cache"]
         flags += ["--train-iters", STEPS, "--save", self.directory, "--watchdog-min-seconds", least_seconds]
-        flags += ["--save-interval", save_interval]
+        flags += ["--save-interval", save_interval, *more]
         if steps is not None:
             flags += ["--exit-interval", self.latest + steps]
         environment = {"FAULT": faults, "FAULT_RECORD": str(self.folder), "LONGEST_SECONDS": str(longest_seconds)}

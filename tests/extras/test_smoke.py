@@ -14,11 +14,14 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
-from tests.end_to_end.runs import ROOT, words
+from tests.end_to_end.campaign import FAULTY
+from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
+from tests.extras.chaos import test_chaos
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
 from tests.extras.synchronization.test_compression import EXACT, assert_same
 from tests.extras.synchronization.test_local_update import run
+from tests.harness.fault import Fault
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 from tests.harness.tool import run_tool
@@ -79,8 +82,23 @@ def test_late_ranks_leave_out_micro_batches(rank_pools: RankPools) -> None:
     test_late_ranks.test_the_rest_is_trained_as_by_one_process(2, 2, test_late_ranks.OVERLAP, rank_pools)
 
 
+def test_a_killed_program_is_compared_with_an_undisturbed_one(tmp_path: Path) -> None:
+    undisturbed = test_chaos.run(tmp_path / "undisturbed")
+    test_chaos.test_a_fault_hits_the_recovery_from_another(undisturbed, tmp_path)
+
+
 def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:
     cell = replace(BASE, tp=2)
     _, figures, *_ = expected(cell.alone())
     for (rank,) in on_ranks(rank_pools, 2, policy_steps, [cell]):
         assert rank.figures == pytest.approx(figures, rel=1e-10)
+
+
+def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    flags = [*MOCK, *GPT2, "--train-iters", 4, "--save", tmp_path / "run", "--save-interval", 1]
+    fault = {"FAULT": str(Fault("forward", 1, 3, "kill")), "FAULT_RECORD": str(tmp_path)}
+    job = spawn([FAULTY, *flags, "--resume", "auto", "--warm-restart"], 2, **fault)
+    assert job.wait(120) == [0, 0], job.stderr(0) + job.stderr(1)
+    assert "\ngeneration 2: rank 1 on " in job.stdout(0)
+    assert "was killed by SIGKILL; went on after step 2, " in job.stdout(0)
+    assert iterations(tmp_path / "run") == [1, 2, 3, 4]

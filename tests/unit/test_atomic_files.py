@@ -113,6 +113,7 @@ def test_files_are_opened_for_writing_in_one_place() -> None:
                     found.append(f"{path.relative_to(ROOT)} {called}")
     assert sorted(found) == [
         "megalite/data/index_cache.py write_text",  # in a folder that it has just made
+        "megalite/extras/chaos/injection.py open",  # damages what is there
         "megalite/process/output.py open",  # the null device
         "megalite/process/output.py open",
         "megalite/storage.py open",  # an object of an object store

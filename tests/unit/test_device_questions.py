@@ -24,6 +24,7 @@ ALLOWED = {
     "megalite/extras/planner/as_rank.py": "times what runs here",
     "megalite/extras/planner/calibration.py": "times what runs here",
     "megalite/tasks/module_task.py": "moves tensors to the device of a run",
+    "megalite/extras/recovery/copies.py": "times what runs here",
     "megalite/extras/synchronization/from_flags.py": "asks which messages the processes at hand can send",
 }
 """Files that ask for the type of a device, and why the meta device cannot get a wrong answer there."""

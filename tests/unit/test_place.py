@@ -205,7 +205,7 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables(text).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launchers, "_launcher_process", lambda _: 999)
+    monkeypatch.setattr(launchers, "launcher_process", lambda _: 999)
 
 
 @pytest.mark.parametrize("environment", PLACES)
@@ -291,7 +291,7 @@ def test_ports_differ_between_jobs_and_are_none_that_systems_hand_out() -> None:
 
 
 def test_ranks_of_one_mpiexec_find_its_process_also_through_scripts() -> None:
-    program = "from megalite.process import launchers as l; print(l._launcher_process(l.Number(0, 'PMI_RANK')))"
+    program = "from megalite.process import launchers as l; print(l.launcher_process(['PMI_RANK']))"
     wrapped = ["bash", "-c", '"$0" -c "$1"; true', sys.executable, program]
     inside = ["bash", "-c", '"$@"; true', "bash", *wrapped]
     found = subprocess.run(inside, cwd=ROOT, env=os.environ | {"PMI_RANK": "0"}, capture_output=True, check=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from megalite.checkpoint import Manifest
+from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.extras.synchronization.local_update import EXCHANGED, LocalUpdate
@@ -13,7 +14,6 @@ from megalite.optim.replica import ANCHOR
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.storage import AnyPath
 from megalite.training import loss_terms
-from megalite.training.display import Display
 from megalite.training.loss_terms import Totals
 from megalite.training.resume import ResumePoint
 from megalite.training.trainer import Trainer
@@ -44,11 +44,10 @@ class LocalUpdateTrainer(Trainer):
         with super().evaluating(), self.exchange.with_anchor():
             yield
 
-    def save(self, display: Display, *, last: bool) -> None:
-        """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
-        if self.checkpoints is not None:
-            self.exchange.before_save()
-        super().save(display, last=last)
+    def progress(self) -> tuple[TrainingState, dict[str, Any]]:
+        """Return the progress for a checkpoint, after the exchanges that are under way."""
+        self.exchange.before_save()
+        return super().progress()
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint, which may be of a run without replicas."""

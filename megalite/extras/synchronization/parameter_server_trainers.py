@@ -293,7 +293,7 @@ class ServerLoop(TrainingLoop):
         """Serve. Returns the exit code of the program, as the workers have it."""
         self.trainer.tell_save_seconds()
         with StopRequest() as stop:
-            self.startup.finish()
+            self.startup.finish(self.trainer.iteration)
             self.log_progress("continues" if self.trainer.iteration else "begins")
             code = self.trainer.serve(stop.local_request)
             if code:

@@ -1,0 +1,3 @@
+"""Command of this room."""
+
+from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Recovery within a job: ranks that are started again from warm processes."""

@@ -1,0 +1,342 @@
+"""Copies in memory of all that each rank holds: taken between steps, sent to a partner in the background, and loaded.
+
+A copy is taken in two phases. First the state is copied into a slot (`Copies.after_step`), while training stands still.
+Then, beside the next steps, a thread computes the checksums, commits the slot, and exchanges copies with the partners.
+Two slots alternate, and one is overwritten only after all ranks have committed the other: at each moment there is a
+step of which every rank has a copy, its own or its partner's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from megalite.checkpoint import Candidates, TrainingState
+from megalite.checkpoint.directory import iteration_of
+from megalite.checkpoint.manifest import BLOCK, Manifest
+from megalite.checkpoint.plan import Region, held_regions
+from megalite.checkpoint.tensors import TensorBox
+from megalite.config.run import TaskConfig
+from megalite.config.yaml_file import dump
+from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from megalite.extras.recovery.choice import Choice, choose
+from megalite.extras.recovery.interval import Price, interval_for
+from megalite.extras.recovery.partner import Links, partners_of
+from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, byte_ranges, describe, identity, seal
+from megalite.parallel import device
+from megalite.parallel.collectives import all_gather_json
+from megalite.parallel.mesh import ParallelMesh
+from megalite.process.bounded import in_thread
+from megalite.process.host import host_name
+from megalite.process.launchers import MEMORY_FILES
+from megalite.storage import AnyPath
+from megalite.training.resume import ResumePoint
+from megalite.training.room_on_host import full_hosts
+from megalite.training.trainer import Trainer
+
+_GIB = 2**30
+_ROOM = 1 << 16
+"""Bytes by which a manifest may grow, since the numbers of its training state do."""
+_LAST_SECONDS = 60.0
+"""Maximum wait for the last copy at the end of a run."""
+
+
+def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
+    """Return the copies in memory of this rank; None if there are to be none. Called by all ranks together.
+
+    Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
+    """
+    files = os.environ.get(MEMORY_FILES, "")
+    given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
+    if not all(all_gather_json(bool(files) and given, mesh)):
+        return None
+    return Copies(config, mesh, [int(number) for number in files.split(",")])
+
+
+class Copies:
+    """The copies of this rank, and those that it keeps for another one. All methods are called by all ranks together.
+
+    Attributes:
+        notes: lines to show when the run begins.
+        interval: steps between two copies; None until it has been measured.
+    """
+
+    def __init__(self, config: TaskConfig, mesh: ParallelMesh, files: Sequence[int]) -> None:
+        """Find the partners, and connect. `files`: descriptors of two own slots, and of two for the other rank."""
+        self._config, self._mesh = config, mesh
+        own, self._kept = [Slot(number) for number in files[:2]], [Slot(number) for number in files[2:]]
+        self._own = own
+        hosts = all_gather_json(host_name(), mesh)
+        self._partners = partners_of(hosts, config.recovery.memory_checkpoint_partner)
+        self._links = None if self._partners is None else Links(self._partners, mesh)
+        self._host = hosts[mesh.rank]
+        text, world = dump(config), mesh.whole.world_size
+        self._identity = identity(text, world, mesh.rank)
+        self._other = identity(text, world, mesh.rank if self._links is None else self._links.source)
+        self.notes: tuple[str, ...] = ()
+        self.interval = config.recovery.memory_checkpoint_interval
+        self._work: Future[float] | None = None
+        """Seconds of the background work of the last copy."""
+        self._taken = 0
+        """Step of the last copy."""
+        self._blocking = 0.0
+        """Seconds for which the last copy has kept training from going on."""
+        self._told = True
+        self._at, self._step_seconds = 0.0, 0.0
+        self._trainer: Trainer | None = None
+
+    # ------------------------------------------------------------------------------------------------ at the start
+
+    def load(self, build: Any, on_disk: Sequence[AnyPath]) -> tuple[Trainer, str] | None:
+        """Continue from the newest step of which every rank has a copy, if it is newer than the checkpoints on disk.
+
+        A copy whose checksums do not match is dropped, with a warning, and the choice is made again. All copies of
+        other steps are dropped, too.
+
+        Args:
+            build: returns the trainer, the same one until its `cache_clear` is called.
+            on_disk: the checkpoints, the newest first.
+
+        Returns:
+            the trainer and a text on where it continues; None to load from disk.
+        """
+        newest, failed = max(map(iteration_of, on_disk), default=0), False
+        while (chosen := self._choose()) is not None and chosen.step > newest:
+            named = f"the copies in memory of step {chosen.step}"
+            if not self._fetch(chosen):
+                continue
+            slot = _slot_of(self._own, self._identity, chosen.step)
+            try:
+                described = _described(slot)
+                build().load(FOLDER, described, ResumePoint(Candidates(), alone=True))
+            except CorruptCheckpointError as error:
+                failed = True
+                self._warn(error, named)
+                if not self._drop_damaged(slot):
+                    break
+                continue
+            except CheckpointError as error:
+                failed = True
+                self._warn(error, named)
+                break
+            self._drop_all_but(chosen.step)
+            self._taken = chosen.step
+            whose = [f"rank {rank}'s from its partner, rank {partner}" for rank, partner in chosen.fetched.items()]
+            return build(), f"continues from {named}" + (f" ({'; '.join(whose)})" if whose else "")
+        self._drop_all_but(None)
+        if failed:  # a part may have been loaded
+            build.cache_clear()
+        return None
+
+    def _choose(self) -> Choice | None:
+        own = _steps(self._own, self._identity)
+        kept = _steps(self._kept, self._other) if self._links is not None else []
+        found = all_gather_json((own, kept), self._mesh)
+        return choose([each for each, _ in found], [each for _, each in found], self._partners)
+
+    def _fetch(self, chosen: Choice) -> bool:
+        """Get the copies that ranks lack from their partners. Returns False if one of these is damaged."""
+        whole = True
+        for rank, partner in chosen.fetched.items():
+            assert self._links is not None
+            if self._mesh.rank == partner:
+                kept = _slot_of(self._kept, self._other, chosen.step)
+                assert kept is not None
+                header = kept.header() if kept.is_intact() else None
+                if header is None:
+                    kept.discard()
+                else:
+                    kept.allocate(header.stop)
+                self._links.give_back(kept, header)
+                whole &= header is not None
+            if self._mesh.rank == rank:
+                whole &= self._links.take_back(_free(self._own, self._identity))
+        told = all_gather_json(whole, self._mesh)
+        if not all(told):
+            ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in chosen.fetched)
+            self.notes += (
+                f"WARNING: the copy in memory of step {chosen.step} that a partner keeps for rank {ranks} is damaged: "
+                "it is not used",
+            )
+        return all(told)
+
+    def _drop_damaged(self, slot: Slot | None) -> bool:
+        """Drop this rank's copy if it is damaged. Returns whether any rank has dropped one."""
+        damaged = slot is not None and not slot.is_intact()
+        if slot is not None and damaged:
+            slot.discard()
+        return any(all_gather_json(damaged, self._mesh))
+
+    def _drop_all_but(self, step: int | None) -> None:
+        """Drop all copies of other steps, so that no later choice mixes them with those of steps that are run again."""
+        for slots, whose in ((self._own, self._identity), (self._kept, self._other)):
+            for slot in slots:
+                header = slot.header()
+                if header is None or header.identity != whose or header.step != step:
+                    slot.discard()
+
+    def _warn(self, error: CheckpointError, named: str) -> None:
+        text = re.sub(rf"{FOLDER}(/\d+)?", named, str(error))
+        advice = " Load another checkpoint; megalite-inspect-checkpoint --verify lists all that is damaged"
+        self.notes += (f"WARNING: {text.replace(advice, '')}",)
+
+    # ------------------------------------------------------------------------------------------------ while it trains
+
+    def begin(self, trainer: Trainer) -> None:
+        """Allocate the slots. Raises ConfigurationError, on all ranks alike, if a host has too little memory."""
+        self._trainer, self._taken = trainer, trainer.iteration
+        parts = [region.part for region in self._regions(trainer)]
+        ranges = byte_ranges(parts)
+        blank = [tuple(0 for _ in range(0, part.size, BLOCK)) for part in parts]
+        text = describe(parts, blank, Manifest(*trainer.progress(), {}, {}))
+        size = (ranges[-1].stop if ranges else HEADER) + len(text) + _ROOM
+        sizes = all_gather_json(size, self._mesh)
+        other = 0 if self._links is None else sizes[self._links.source]
+        self._require_room(2 * (size + other))
+        for slot in self._own:
+            slot.allocate(size)
+            device.page_lock(slot.memory, self._mesh.device)
+        for slot in self._kept if self._links is not None else ():
+            slot.allocate(other)
+        every = "" if self.interval is None else f", every {self.interval} step{'s' * (self.interval != 1)}"
+        self.notes += (f"copies in memory: {size / 2**20:,.1f} MiB on rank 0, twice, {self._partner_text()}{every}",)
+        self._mark()
+
+    def _partner_text(self) -> str:
+        if self._links is not None:
+            return f"and twice on its partner, rank {self._links.partner}"
+        return (
+            "without partners, as they need nodes with equal numbers of ranks, and two of them: a lost node costs the "
+            "steps since the last checkpoint on disk"
+        )
+
+    def _regions(self, trainer: Trainer) -> list[Region]:
+        """Return what this rank holds, each box once."""
+        trainer.optimizer.finish_parameter_gather()
+        regions = held_regions(trainer.network, trainer.optimizer)
+        return list({(region.part.name, region.part.box): region for region in regions}.values())
+
+    def _require_room(self, needed: int) -> None:
+        for name, _, size, limit in full_hosts(needed, self._mesh):
+            raise ConfigurationError(
+                f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of "
+                f"each that has its partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their "
+                "control group, or what the machine has): give --memory-checkpoint-interval 0, or divide the state "
+                "among more ranks by --data-parallel-sharding-strategy (ZeRO)"
+            )
+
+    @property
+    def busy(self) -> bool:
+        """Return whether this rank's last copy is still under way. Raises the error of its background work."""
+        if self._work is None:
+            return False
+        if self._work.done():
+            self._work.result()
+            return False
+        return True
+
+    def after_step(self, *, busy: bool) -> str | None:
+        """Take a copy if one is due, and none is under way on any rank. Returns a text to show.
+
+        `busy`: True if any rank is `busy`.
+        """
+        if busy:
+            return None
+        trainer = self._trainer
+        assert trainer is not None
+        told = None
+        if self.interval is None and self._work is not None:
+            price = Price(self._blocking, self._work.result(), self._step_seconds)
+            every = all_gather_json(interval_for(price, on_device=self._mesh.device.type == "cuda"), self._mesh)
+            self.interval = max(every)
+            told = f"copies in memory: every {self.interval} steps; {price.text(self.interval)}"
+        now = trainer.iteration
+        if self.interval is None:
+            if now - self._taken == 1:  # a step as others are: the first one of a process is slower
+                self._mark()
+            elif now - self._taken >= 2:
+                self._step_seconds = self._since_mark()
+                self._take(trainer)
+        elif now // self.interval > self._taken // self.interval:
+            self._take(trainer)
+        return told
+
+    def figures(self) -> dict[str, float]:
+        """Return the figure for the record of the step after a copy, or none."""
+        blocking, self._told = 0.0 if self._told else self._blocking, True
+        return {"memory_copy_s": blocking} if blocking else {}
+
+    def _mark(self) -> None:
+        self._at = time.perf_counter() if self._mesh.device.type == "cuda" else time.process_time()
+
+    def _since_mark(self) -> float:
+        before = self._at
+        self._mark()
+        return self._at - before
+
+    @torch.no_grad()
+    def _take(self, trainer: Trainer) -> None:
+        """Copy the state into the older slot, and begin the background work."""
+        began = time.perf_counter()
+        progress = trainer.progress()
+        regions = self._regions(trainer)
+        slot = _free(self._own, self._identity)
+        slot.discard()
+        parts = [region.part for region in regions]
+        for region, where in zip(regions, byte_ranges(parts), strict=True):
+            room = slot.memory[where.start : where.stop].view(region.part.dtype)
+            room.copy_(region.values.flatten(), non_blocking=True)
+        device.synchronize(self._mesh.device)
+        self._taken, self._told = trainer.iteration, False
+        self._work = in_thread(lambda: self._complete(slot, parts, progress))
+        self._blocking = time.perf_counter() - began
+
+    def _complete(
+        self, slot: Slot, parts: Sequence[TensorBox], progress: tuple[TrainingState, dict[str, Any]]
+    ) -> float:
+        """Commit a copy, and exchange copies with the partners. Returns the seconds of the CPU."""
+        began = time.thread_time()
+        header = seal(slot, self._identity, parts, Manifest(*progress, {}, {}))
+        if self._links is not None:
+            self._links.exchange(slot, header, _free(self._kept, self._other))
+        return time.thread_time() - began
+
+    def __enter__(self) -> Copies:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Complete the copy that is under way, unless the run has failed, and disconnect."""
+        if error[0] is not None:
+            return
+        if self._work is not None:
+            try:
+                self._work.result(_LAST_SECONDS)
+            except Exception:  # the run is complete without this copy, whose thread may still use the links
+                return
+        if self._links is not None:
+            self._links.close()
+
+
+def _steps(slots: Sequence[Slot], whose: bytes) -> list[int]:
+    headers = [slot.header() for slot in slots]
+    return [header.step for header in headers if header is not None and header.identity == whose]
+
+
+def _slot_of(slots: Sequence[Slot], whose: bytes, step: int) -> Slot | None:
+    return next((slot for slot in slots if step in _steps([slot], whose)), None)
+
+
+def _free(slots: Sequence[Slot], whose: bytes) -> Slot:
+    """Return the slot to overwrite: one without a copy, or else that of the older one."""
+    return min(slots, key=lambda slot: max(_steps([slot], whose), default=-1))
+
+
+def _described(slot: Slot | None) -> Manifest:
+    assert slot is not None  # all ranks have chosen a step that this one has
+    return slot.manifest()

@@ -1,0 +1,202 @@
+"""Process that a launcher has started for a rank, when ranks restart warm: it imports no torch and trains nothing.
+
+It asks its node's agent for the rank, passes on stop signals, and ends with the code that the agent gives it. The
+first such process of a node starts the agent.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalite.config import RunConfig
+from megalite.config.near_checkpoints import require_load
+from megalite.config.validate import resolve
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
+from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
+from megalite.lifecycle.failure import report
+from megalite.lifecycle.startup import SECONDS_BETWEEN_LOOKS, STOP, identity
+from megalite.lifecycle.torchrun_record import VARIABLE
+from megalite.process.host import start_of
+from megalite.process.launchers import RANK_VARIABLES, launcher_process
+from megalite.process.output import say
+from megalite.process.place import Place
+from megalite.process.programs import NOTHING, command_of, start
+from megalite.process.signals import STOP_SIGNALS
+
+_CONNECTING_SECONDS = 60.0
+_BETWEEN_TRIES = 0.05
+
+
+def run_warm(config: RunConfig, place: Place) -> int:
+    """Have the agent of this node run this rank, until the run ends. Returns the exit code of the program.
+
+    Raises:
+        ConfigurationError: the launcher or the system does not have what a warm restart needs.
+        CommunicationError: the agent cannot be reached.
+    """
+    began = time.monotonic()
+    config = resolve(config, place.world_size, place.local_world_size)
+    require_load(config.checkpoint)
+    _require(place)
+    save = os.path.realpath(str(config.checkpoint.save))
+    launcher = _launcher()
+    hello = {
+        "place": asdict(place),
+        "save": save,
+        "copies": config.recovery.memory_checkpoint_interval != 0,
+        "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
+        "launcher": launcher,
+        "began": began,
+        "stop": identity(Path(save) / STOP),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "path": sys.path,
+        "ignored": [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+        **_program(),
+    }
+    lines = _connect(_name(launcher, save), launcher)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number in STOP_SIGNALS:
+        if number not in hello["ignored"]:
+            signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
+    lines.send(hello, (0, 1, 2))
+    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"])
+
+
+def _require(place: Place) -> None:
+    if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
+        raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
+    if place.world_size > 1 and place.local_world_size is None:
+        raise ConfigurationError(
+            "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
+            "LOCAL_WORLD_SIZE on every rank"
+        )
+
+
+def _program() -> dict[str, Any]:
+    """Return what each rank runs: the program of this process."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    file = getattr(main, "__file__", None)
+    return {"argv": sys.argv, "module": spec.name if spec else None, "file": file and os.path.abspath(file)}
+
+
+def _launcher() -> int:
+    """Return the ID of the process that started the ranks of this node."""
+    names = ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else [name for name in RANK_VARIABLES if name in os.environ]
+    return launcher_process(names) or os.getpid()
+
+
+def _name(launcher: int, save: str) -> str:
+    """Return the name of the agent's socket, which all ranks of a launcher on this node compute."""
+    parts = f"{os.geteuid()} {launcher} {start_of(launcher)} {save}"
+    return f"\0megalite-{hashlib.blake2b(parts.encode(errors='surrogateescape'), digest_size=16).hexdigest()}"
+
+
+def _connect(name: str, launcher: int) -> Lines:
+    """Connect to the agent, and start it if there is none."""
+    deadline = time.monotonic() + _CONNECTING_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(name)
+        except OSError as error:
+            connection.close()
+            if error.errno != errno.ECONNREFUSED or time.monotonic() > deadline:
+                raise CommunicationError(f"the agent of this node's ranks cannot be reached: {error}") from error
+            _start_agent(name, launcher)
+            continue
+        if not is_own(connection):
+            raise CommunicationError("another user listens where the agent of this node's ranks should: start again")
+        lines = Lines(connection)
+        with suppress(Ended):
+            if "welcome" in lines.receive()[0]:
+                return lines
+        lines.close()  # an agent of an earlier run that is about to end
+        if time.monotonic() > deadline:
+            raise CommunicationError("the agent of this node's ranks does not answer: start again")
+        time.sleep(_BETWEEN_TRIES)
+
+
+def _start_agent(name: str, launcher: int) -> None:
+    """Start the agent with a socket that listens, unless another process is just doing the same."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(name)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            time.sleep(_BETWEEN_TRIES)
+            return
+        listener.listen(4096)
+        descriptor = listener.fileno()
+        # Some libraries start threads when they are imported, with which a process must not fork.
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        start(
+            command_of("megalite.extras.recovery.agent", "command", str(descriptor), str(launcher)),
+            pass_fds=[descriptor],
+            stdin=NOTHING,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: object) -> int:
+    """Do what the agent says until it gives the exit code, and pass on stop signals.
+
+    One process of the node also tells the agent of a `stop` file that is newer than the run. The agent needs it while
+    no ranks run, as when other nodes are late.
+    """
+    looks = place.local_rank == 0
+    poll = select.poll()
+    poll.register(lines, select.POLLIN)
+    poll.register(signals, select.POLLIN)
+    while True:
+        ready = poll.poll(1000 * SECONDS_BETWEEN_LOOKS if looks else None)
+        if looks and identity(stop) not in (None, old_stop):
+            lines.send({"stop": True})
+        for descriptor, _ in ready:
+            if descriptor == signals:
+                for number in set(os.read(signals, 64)).intersection(STOP_SIGNALS):
+                    lines.send({"signal": number})
+                continue
+            try:
+                messages = lines.receive()
+            except Ended:
+                if place.local_rank == 0:
+                    report(
+                        None,
+                        "the agent of this node's ranks has ended without a message, and they with it",
+                        EXIT_RESUMABLE,
+                    )
+                return EXIT_RESUMABLE
+            for message in messages:
+                if "say" in message:
+                    with suppress(OSError):
+                        say(message["say"])
+                if "end" in message:
+                    return _end(message)
+
+
+def _end(message: Message) -> int:
+    code: int = message["end"]
+    if message.get("record") and os.environ.get(VARIABLE):
+        with suppress(OSError):
+            shutil.copyfile(message["record"], os.environ[VARIABLE])
+    if message.get("error"):
+        report(None, message["error"], code)
+    return code

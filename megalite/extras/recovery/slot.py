@@ -1,0 +1,207 @@
+"""A slot in memory: an anonymous file with one copy of all that a rank holds, and the manifest that describes it.
+
+The file has a header, the bytes of the boxes, and the manifest. The header is cleared before anything else changes, and
+written last: a copy is either whole, or there is none. Whoever holds the file open (the agent of the node) keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import manifest, shard_file
+from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor
+from megalite.checkpoint.tensors import ByteRange, TensorBox
+from megalite.errors import CorruptCheckpointError, MegaliteError
+from megalite.parallel.sharding import Box
+
+FOLDER = Path("/proc/self/fd")
+"""Folder in which the files of a process without names have names: their descriptors."""
+HEADER = 4096
+"""Size in bytes of the header, with the room behind it up to the next page."""
+_FIELDS = struct.Struct("<8s32sQQQI")
+_MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
+
+
+@dataclass(frozen=True)
+class Header:
+    """Description of the copy in a slot."""
+
+    identity: bytes
+    """Digest of the run and the rank that the copy is of; see `identity`."""
+    step: int
+    start: int
+    """Position of the first byte of the manifest."""
+    stop: int
+    """Position after its last byte, the last of the copy."""
+    checksum: int
+    """CRC-32 of the manifest."""
+
+    def to_bytes(self) -> bytes:
+        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.start, self.stop, self.checksum)
+        return fields + zlib.crc32(fields).to_bytes(4, "little")
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Header | None:
+        """Return the header, or None if there is no whole one."""
+        fields, checksum = data[: _FIELDS.size], data[_FIELDS.size : _FIELDS.size + 4]
+        if len(checksum) != 4 or zlib.crc32(fields) != int.from_bytes(checksum, "little"):
+            return None
+        magic, *values = _FIELDS.unpack(fields)
+        return Header(*values) if magic == _MAGIC else None
+
+
+HEADER_BYTES = _FIELDS.size + 4
+
+
+def identity(config: str, world_size: int, rank: int) -> bytes:
+    """Return what tells the copies of a rank of a run from all others. `config`: the flags of the run, as text."""
+    return hashlib.sha256(f"{world_size} {rank}\n{config}".encode()).digest()
+
+
+class Slot:
+    """One slot. Only its process writes to it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map: mmap.mmap | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, size: int) -> None:
+        """Make room for `size` bytes, header included, with all pages present. A copy that is there remains.
+
+        Raises OSError if there is no memory.
+        """
+        size = -(-max(size, os.fstat(self.descriptor).st_size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if size == len(self._memory):
+            return
+        os.ftruncate(self.descriptor, size)
+        os.posix_fallocate(self.descriptor, 0, size)
+        self._map = mmap.mmap(self.descriptor, size)
+        self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes of the file [size], shared with it; those of an earlier size if it was not allocated since."""
+        return self._memory
+
+    def header(self) -> Header | None:
+        """Return the header of the copy; None if there is no copy with a whole manifest."""
+        found = Header.from_bytes(os.pread(self.descriptor, HEADER_BYTES, 0))
+        if found is None or not HEADER <= found.start <= found.stop <= os.fstat(self.descriptor).st_size:
+            return None
+        return found if zlib.crc32(self._text(found)) == found.checksum else None
+
+    def _text(self, header: Header) -> bytes:
+        return os.pread(self.descriptor, header.stop - header.start, header.start)
+
+    def discard(self) -> None:
+        """Make the slot empty. What is written from here on is no copy until `commit`."""
+        os.pwrite(self.descriptor, bytes(HEADER_BYTES), 0)
+
+    def commit(self, header: Header) -> None:
+        """Declare that the bytes are the copy of this header."""
+        os.pwrite(self.descriptor, header.to_bytes(), 0)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the copy, as of a checkpoint in `FOLDER`.
+
+        Raises CorruptCheckpointError if there is no copy, or its manifest cannot be used.
+        """
+        header = self.header()
+        try:
+            if header is None:
+                raise ValueError("its manifest is damaged")
+            read = Manifest.from_json(self._text(header))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{FOLDER / str(self.descriptor)}: {error}") from error
+        name = str(self.descriptor)
+        files = {name: SavedFile(os.fstat(self.descriptor).st_size, 0)}
+        return replace(read, files=files, tensors={each: _own(saved, name) for each, saved in read.tensors.items()})
+
+    def is_intact(self) -> bool:
+        """Tell whether every byte of the copy has its checksum."""
+        try:
+            described = self.manifest()
+            buffer = bytearray(manifest.BLOCK)
+            with shard_file.open_to_read(FOLDER / str(self.descriptor), os.fstat(self.descriptor).st_size) as file:
+                for tensor in described.tensors.values():
+                    for block in (block for saved in tensor.boxes for block in saved.blocks()):
+                        shard_file.read_block(file, block, memoryview(buffer)[: block.size])
+        except CorruptCheckpointError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class _OwnTensor(SavedTensor):
+    """Tensor of a rank's copy. Its boxes may overlap, as those of weights that two stages of a rank share."""
+
+    def boxes_at(self, box: Box) -> Sequence[SavedBox]:
+        """Return the box that was copied as this one."""
+        same = self._by_box.get(box)
+        return super().boxes_at(box) if same is None else (same,)
+
+    @cached_property
+    def _by_box(self) -> Mapping[Box, SavedBox]:
+        return {saved.box: saved for saved in self.boxes}
+
+
+def _own(saved: SavedTensor, file: str) -> SavedTensor:
+    boxes = tuple(replace(each, file=file) for each in saved.boxes)
+    return _OwnTensor(saved.shape, saved.dtype, boxes, relayout=saved.relayout)
+
+
+def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
+    """Return the positions of parts in a slot, in their order."""
+    rooms = (-(-part.size // _ALIGNMENT) * _ALIGNMENT for part in parts)
+    starts = accumulate(rooms, initial=HEADER)
+    return [ByteRange(b"", start, start + part.size, lambda _: b"") for part, start in zip(parts, starts, strict=False)]
+
+
+def describe(parts: Sequence[TensorBox], checksums: Sequence[shard_file.Checksums], described: Manifest) -> bytes:
+    """Return the manifest of a copy of these parts. `described`: a manifest with the rest of its fields."""
+    placed = {_FILE: list(zip(parts, byte_ranges(parts), strict=True))}
+    sums = {(_FILE, where.start): each for (_, where), each in zip(placed[_FILE], checksums, strict=True)}
+    files, tensors = shard_file.records(placed, sums)
+    return replace(described, files=files, tensors=tensors).to_json().encode()
+
+
+def checksums_of(values: Tensor) -> shard_file.Checksums:
+    """Return the checksums of a box whose bytes [size] are in memory."""
+    return tuple(accumulate((memory for memory in _blocks(values)), lambda before, data: zlib.crc32(data, before),
+                            initial=0))[1:]  # fmt: skip
+
+
+def _blocks(values: Tensor) -> Iterator[memoryview]:
+    data = shard_file.bytes_of(values)
+    for start in range(0, len(data), manifest.BLOCK):
+        yield data[start : start + manifest.BLOCK]
+
+
+def seal(slot: Slot, whose: bytes, parts: Sequence[TensorBox], described: Manifest) -> Header:
+    """Make the bytes of the parts, which are in the slot, a copy: with checksums and manifest, and then the header.
+
+    `described`: a manifest with the training state and the configuration.
+    """
+    ranges = byte_ranges(parts)
+    sums = [checksums_of(slot.memory[where.start : where.stop]) for where in ranges]
+    text = describe(parts, sums, described)
+    start = ranges[-1].stop if ranges else HEADER
+    if start + len(text) > len(slot.memory):
+        raise MegaliteError(f"the manifest of a copy in memory has grown to {len(text)} bytes: please report it")
+    os.pwrite(slot.descriptor, text, start)
+    header = Header(whose, described.training.iteration, start, start + len(text), zlib.crc32(text))
+    slot.commit(header)
+    return header

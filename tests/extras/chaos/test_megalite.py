@@ -1,0 +1,96 @@
+"""Faults in real runs of megalite: nothing is lost, to the bit. The marked ones take hours, and print their figures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megalite.extras.chaos.faults import Fault
+from megalite.extras.chaos.plan import read_sites
+from megalite.extras.chaos.trial import Limits, Running, Trial
+from megalite.extras.chaos.verdict import Verdict, judge
+from tests.end_to_end.runs import GPT2, MOCK, words
+from tests.harness.tool import run_tool
+
+SITES = read_sites()
+FLAGS = (
+    *MOCK,
+    *GPT2,
+    *words("--train-iters 12 --save-interval 3 --eval-interval 4 --lr-decay-style constant"),
+    *words("--eval-iters 1 --use-distributed-optimizer --watchdog-min-seconds 10"),
+    *words("--save {run} --resume auto"),
+)
+
+
+def command(ranks: int) -> list[str]:
+    own = [sys.executable, "-m", "benchmarks.recovery", "--as-srun", str(ranks), "--"]
+    return [*own, sys.executable, "pretrain_gpt.py", *FLAGS]
+
+
+def run(folder: Path, faults: Sequence[Fault] = (), ranks: int = 2) -> Trial:
+    return Running(command(ranks), folder, faults, SITES, Limits(120.0), cut=False).run_to_its_end()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Trial:
+    trial = run(tmp_path_factory.mktemp("chaos") / "undisturbed")
+    assert trial.codes == [0], (trial.folder / "start0.log").read_text()
+    return trial
+
+
+def judged(trial: Trial, undisturbed: Trial) -> Verdict:
+    return judge(trial, undisturbed, SITES.results)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        (Fault("kill", 1, "reduce", 5), Fault("kill", 0, "connected", 1, after=0)),
+        pytest.param((Fault("bit-in-file", 0, "save.done", 3, seed=5),), marks=pytest.mark.wide),
+        pytest.param((Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),), marks=pytest.mark.wide),
+    ],
+    ids=lambda faults: faults[0].kind,
+)
+def test_a_run_loses_nothing(faults: tuple[Fault, ...], undisturbed: Trial, tmp_path: Path) -> None:
+    trial = run(tmp_path / "trial", faults)
+    verdict = judged(trial, undisturbed)
+    assert verdict.holds, verdict.why
+    assert len(trial.occurred) == len(faults)
+    assert verdict.repeated > 0
+
+
+@pytest.mark.wide
+def test_a_flipped_weight_is_told(undisturbed: Trial, tmp_path: Path) -> None:
+    """Nothing in a run without copies of it notices: then the verdict must not call it the same."""
+    verdict = judged(run(tmp_path / "trial", [Fault("bit-in-memory", 0, "data", 2, seed=1)]), undisturbed)
+    assert verdict.finished
+    assert not verdict.same_records
+    assert verdict.why[0].startswith("other bits: ")
+
+
+def under_torchrun(ranks: int) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, "pretrain_gpt.py", *FLAGS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_every_site_and_rank(kind: str, tmp_path: Path) -> None:
+    done = run_tool("chaos", "--every-site", "--kinds", kind, "--output", tmp_path / "out", "--", *under_torchrun(4))
+    sys.stdout.write(done.stdout)
+    assert done.code == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_two_hundred_random_trials(tmp_path: Path) -> None:
+    kinds = ("kill", "stop", "bit-in-file", "slow-rank", "slow-disk", "lying-fsync")
+    flags = ("--trials", 200, "--faults", 2, "--kinds", *kinds, "--output", tmp_path / "out")
+    done = run_tool("chaos", *flags, "--", *under_torchrun(2))
+    sys.stdout.write(done.stdout)
+    found = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert found["trials"] == 200
+    assert done.code == 0, done.stdout

@@ -1,0 +1,70 @@
+"""Options of recovery: each relation that does not hold has its line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megalite
+from megalite.config.validate import resolve
+from megalite.errors import ConfigurationError
+from megalite.extras.recovery import launched
+from megalite.process.place import Place
+from tests.end_to_end.runs import PRETRAIN
+from tests.unit.test_config_validate import config_of, problems
+
+SAVED = "--save run --resume auto"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--warm-restart --save run", "--warm-restart needs --resume auto"),
+        ("--warm-restart", "--warm-restart needs --save, the run directory"),
+        ("--warm-restart --save s3://bucket/run --resume auto", "--warm-restart needs a --save that is a folder"),
+        (f"--memory-checkpoint-interval 2 {SAVED}", "--memory-checkpoint-interval needs --warm-restart"),
+    ],
+)
+def test_a_relation_that_does_not_hold_is_refused(flags: str, expected: str) -> None:
+    assert any(line.startswith(expected) for line in problems(flags)), problems(flags)
+
+
+def test_a_launcher_that_does_not_count_the_ranks_of_a_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(f"--warm-restart {SAVED}")
+    with pytest.raises(ConfigurationError, match="set LOCAL_WORLD_SIZE on every rank"):
+        launched.run_warm(config, Place(0, 0, 2, None, "localhost", 1))
+
+
+def test_a_program_of_ones_own_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="warm_restart"):
+        megalite.Trainer(
+            torch.nn.Linear(2, 2),
+            dataset=[(torch.ones(2), torch.ones(2))],
+            loss=torch.nn.functional.mse_loss,
+            optimizer=megalite.SGD(lr=0.1),
+            micro_batch_size=1,
+            warm_restart=True,
+        )
+
+
+def test_a_plain_run_imports_nothing_of_it(tmp_path: Path) -> None:
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 8 --num-layers 1 --hidden-size 8 "
+    flags += "--num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --lr 0.1 "
+    flags += f"--train-iters 1 --eval-iters 0 --save {tmp_path / 'run'} --resume auto"
+    code = (
+        f"import runpy, sys; sys.argv = [{str(PRETRAIN)!r}, *{flags.split()!r}]\n"
+        f"sys.path.insert(0, {str(PRETRAIN.parent)!r})\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert not [name for name in sys.modules if 'recovery' in name and 'extras' in name], sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "AssertionError" not in done.stderr
+
+
+def test_resolving_keeps_the_options() -> None:
+    assert resolve(config_of(f"--warm-restart {SAVED}"), 1).recovery.warm_restart

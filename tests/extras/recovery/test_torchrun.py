@@ -1,0 +1,106 @@
+"""Warm restarts under torchrun, on one node and on two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, iterations
+from tests.extras.recovery.processes import Tree, agents_at, children_of, kill, no_orphans, until
+from tests.harness.fork_server import loopback_interface
+from tests.harness.job import free_port
+
+
+class Torchrun:
+    """torchrun of one node, with two ranks, whose output goes into a file."""
+
+    def __init__(self, output: Path, options: Sequence[str], save: Path) -> None:
+        self._output = output
+        flags = [*MOCK, *GPT2, "--micro-batch-size", "1", "--train-iters", "100000", "--save", str(save)]
+        flags += ["--save-interval", "1", "--save-retain-interval", "1000", "--resume", "auto", "--warm-restart"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options, str(PRETRAIN)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface() or ""}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with output.open("wb") as file:
+            self.process = subprocess.Popen([*command, *flags], stdout=file, stderr=file, env=environment)
+
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait_for(self, text: str) -> None:
+        until(lambda: text in self.said() or self.process.poll() is not None, f"no {text!r}:\n{self.said()}")
+        assert text in self.said()
+
+
+@contextmanager
+def torchruns(folder: Path, options: Sequence[Sequence[str]]) -> Iterator[list[Torchrun]]:
+    """Yield a torchrun a node, all of one run, and kill what is left of them."""
+    with ExitStack() as stack:
+        nodes = [Torchrun(folder / f"node{n}", given, folder / "run") for n, given in enumerate(options)]
+        for node in nodes:
+            stack.callback(node.process.wait)
+            stack.callback(node.process.kill)
+        yield nodes
+
+
+def of_launchers(nodes: Sequence[Torchrun]) -> list[Tree]:
+    """Return the agent of each torchrun with the processes that it has forked."""
+    found = []
+    for node in nodes:
+        environment = b"" if node.process.poll() is not None else _environment_of_a_child(node.process.pid)
+        port = next((part for part in environment.split(b"\0") if part.startswith(b"MASTER_PORT=")), b"=0")
+        trees = agents_at(int(port.partition(b"=")[2]))
+        found.append({agent: trees[agent] for agent in trees if _launcher(agent) == node.process.pid})
+    return found
+
+
+def _launcher(agent: int) -> int:
+    return int(Path(f"/proc/{agent}/cmdline").read_bytes().rstrip(b"\0").rpartition(b"\0")[2])
+
+
+def _environment_of_a_child(process: int) -> bytes:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return Path(f"/proc/{children[0]}/environ").read_bytes() if children else b""
+
+
+def test_two_nodes_go_on_together(tmp_path: Path) -> None:
+    meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    with torchruns(tmp_path, [[*meeting, "--node-rank", str(node)] for node in range(2)]) as nodes:
+        for generation, (node, rank) in enumerate(((1, 1), (0, 0)), start=2):
+            text = f"saved {tmp_path / 'run'}/iter_000000{generation}"
+            nodes[0].wait_for(text)
+            trees = of_launchers(nodes)
+            (children,) = trees[node].values()
+            kill(children[1 + rank])
+            nodes[0].wait_for(f"\ngeneration {generation}: rank {2 * node + rank} on ")
+        (tmp_path / "run" / "STOP").touch()
+        nodes[0].wait_for("stopped after step")
+        for node, tree in zip(nodes, trees, strict=True):
+            node.process.wait(60)
+            no_orphans(tree)
+    steps = iterations(tmp_path / "run")
+    assert steps == list(range(1, steps[-1] + 1))
+
+
+@pytest.mark.wide
+def test_agents_outlive_an_attempt_of_torchrun(tmp_path: Path) -> None:
+    with torchruns(tmp_path, [["--standalone", "--max-restarts", "1"]]) as (node,):
+        node.wait_for("/iter_0000002 in")
+        (before,) = of_launchers([node])
+        process = node.process.pid
+        kill(int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[1]))
+        node.wait_for("restored: ")
+        (agent,) = before
+        after = {agent: children_of(agent)}  # in a new interpreter, there would be none
+        assert len(after[agent]) == 3
+        assert not {*after[agent]} & {*before[agent]}
+        node.process.send_signal(signal.SIGTERM)
+        node.process.wait(60)
+        no_orphans(after)
