@@ -22,7 +22,7 @@ from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
-from megalite.process.launchers import hosted_by_launcher
+from megalite.process.launchers import hosted_by_launcher, starts_again
 from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import MEETING, Limits, Sections
@@ -182,7 +182,7 @@ def run_watchdog(
         store = cast(Any, store).clone()  # a separate connection: the main thread may block the other one by waiting
     return Watchdog(
         sections,
-        Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes),
+        Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes, starts_again()),
         report,
         place,
         store=store,

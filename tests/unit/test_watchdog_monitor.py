@@ -209,6 +209,8 @@ def test_the_start_of_a_run_may_keep_other_threads_from_running() -> None:
     limits = Limits(least=20.0, unlearnt=60.0)
     assert (limits.silence("start"), limits.silence("step"), limits.silence("save")) == (60.0, 20.0, 60.0)
     assert Limits(least=1.0).silence("step") == sections_file.LEAST_SILENCE
+    again = replace(limits, starts_again=True)
+    assert [again.silence(name) for name in ("meeting", "start", "step", "save")] == [20.0, 20.0, 20.0, 60.0]
 
 
 def test_nobody_was_silent_while_the_monitor_itself_was_suspended(

@@ -76,6 +76,16 @@ def test_a_flipped_weight_is_told(undisturbed: Trial, tmp_path: Path) -> None:
 WARM = words("--warm-restart --memory-checkpoint-interval 1")
 
 
+@pytest.mark.wide
+def test_a_rank_that_is_suspended_while_it_starts_again_is_replaced(undisturbed: Trial, tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, "reduce", 5), Fault("stop", 1, "copy.load", 1, after=0))
+    trial = Running([*command(2), *WARM], tmp_path / "trial", faults, SITES, Limits(120.0), cut=False).run_to_its_end()
+    verdict = judged(trial, undisturbed)
+    assert verdict.holds, verdict.why
+    assert len(trial.occurred) == 2
+    assert trial.codes == [0]
+
+
 def under_torchrun(ranks: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*torchrun, "pretrain_gpt.py", *FLAGS]
