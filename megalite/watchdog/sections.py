@@ -141,7 +141,7 @@ class Limits:
         Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run. Such a
         call may be long outside of steps: building an index, or reading from a file system that hangs.
         """
-        short = name in _SHORT or self.starts_again and name in (MEETING, START)
+        short = name in _SHORT or (self.starts_again and name in (MEETING, START))
         return max(self.least, LEAST_SILENCE, 0.0 if short else self.unlearnt)
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
