@@ -88,8 +88,9 @@ def connect_ranks(
         watch(torch_internals.default_store())
         _compare(description, mesh)
     else:
-        store = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
-        rendezvous.wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
+        mailbox = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
+        store = mailbox.store
+        rendezvous.wait_for_all_ranks(mailbox, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
