@@ -81,10 +81,10 @@ class Mailbox:
     def get(self, key: str, seconds: float, problem: str, over: Callable[[], bool] = lambda: False) -> str:
         """Wait for a text. Raises `error`, which begins with the problem, if none comes in so many seconds, or before
         it is `over`."""
-        began = time.monotonic()
-        if not self.wait(lambda: self._has([key]), seconds, over):
+        began, hasty = time.monotonic(), replace(self, answer_seconds=min(seconds, self.answer_seconds))
+        if not self.wait(lambda: hasty._has([key]), seconds, over):
             raise self.error(f"{problem}, for {time.monotonic() - began:.0f} s, at {self.name}")
-        return self.look(key) or ""
+        return hasty.look(key) or ""
 
     def has_all(self, key: str, ranks: Iterable[int]) -> bool:
         """Tell whether all the ranks have put KEY/RANK, by one request."""

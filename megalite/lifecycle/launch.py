@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
@@ -18,6 +17,7 @@ from megalite.config import ParallelConfig
 from megalite.config.monitoring import WatchdogConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.lifecycle.failure import report
+from megalite.mailbox import Mailbox
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -27,9 +27,6 @@ from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import MEETING, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
-
-if TYPE_CHECKING:
-    from megalite.torch_internals import Store
 
 
 def locate(parallel: ParallelConfig, place: Place) -> ParallelMesh:
@@ -65,13 +62,13 @@ def connect_ranks(
     place: Place,
     mesh: ParallelMesh,
     description: str,
-    watch: Callable[[Store | None], bool] = lambda store: False,
+    watch: Callable[[Mailbox | None], bool] = lambda mailbox: False,
 ) -> None:
     """Wait for all ranks and start the process group, unless the program has one. A run of one process has no group.
 
     Args:
         description: the configuration of this rank as lines of text; must be equal on all ranks.
-        watch: called with the store before this rank waits for others, or with None in a run of one process. Returns
+        watch: called with the mailbox before this rank waits for others, or with None in a run of one process. Returns
             True if it will detect the death of rank 0.
 
     Raises:
@@ -85,15 +82,16 @@ def connect_ranks(
     from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
 
     if dist.is_initialized():
-        watch(torch_internals.default_store())
+        watch(Mailbox(torch_internals.default_store(), timeout.total_seconds(), place.world_size))
         _compare(description, mesh)
     else:
         mailbox = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
-        store = mailbox.store
-        rendezvous.wait_for_all_ranks(mailbox, place, timeout.total_seconds(), partial(watch, store))
+        rendezvous.wait_for_all_ranks(mailbox, place, timeout.total_seconds(), partial(watch, mailbox))
         backend = _backend(parallel, mesh)
         try:
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+            dist.init_process_group(
+                backend, store=mailbox.store, rank=place.rank, world_size=place.world_size, timeout=timeout
+            )
             _compare(description, mesh)
         except RuntimeError as error:
             if "oo many open files" in str(error):
@@ -147,8 +145,8 @@ def joined(parallel: ParallelConfig, place: Place, description: str) -> Iterator
     mesh, sections = locate(parallel, place), Sections()
     with ExitStack() as stack:
 
-        def watch(store: Store | None) -> bool:
-            watchdog = run_watchdog(WatchdogConfig(), parallel, sections, place, None, store) if store else None
+        def watch(mailbox: Mailbox | None) -> bool:
+            watchdog = run_watchdog(WatchdogConfig(), parallel, sections, place, None, mailbox) if mailbox else None
             return watchdog is not None and stack.enter_context(watchdog).linked
 
         with sections(MEETING):
@@ -163,7 +161,7 @@ def run_watchdog(
     sections: Sections,
     place: Place,
     directory: AnyPath | None,
-    store: Store | None,
+    mailbox: Mailbox | None,
 ) -> Watchdog | None:
     """Return a context manager that ends a hanging run and names dead ranks; None with --no-watchdog.
 
@@ -173,20 +171,18 @@ def run_watchdog(
         sections: where this rank is.
         place: its number, and those of all.
         directory: the run directory, where dumps are written.
-        store: the store of the rendezvous; None in a run of one process.
+        mailbox: that of the rendezvous; None in a run of one process.
     """
     if not settings.watchdog:
-        if store is not None and place.rank == 0:
-            nobody_watches(store)
+        if mailbox is not None and place.rank == 0:
+            nobody_watches(mailbox)
         return None
-    if store is not None:
-        store = cast(Any, store).clone()  # a separate connection: the main thread may block the other one by waiting
     return Watchdog(
         sections,
         Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes),
         report,
         place,
-        store=store,
+        mailbox=None if mailbox is None else mailbox.clone(),  # for other threads
         store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,
         shared=directory if isinstance(directory, Path) and not place.on_one_machine else None,

@@ -1,0 +1,153 @@
+"""Mailbox of the ranks: real stores and processes, a store that dies or stops, and texts of strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from megalite.errors import CommunicationError, RendezvousError
+from megalite.mailbox import MOST_BYTES, Mailbox
+from megalite.small_files import parse_json
+from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
+
+SERVER = """
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+input()
+"""
+WRITERS = """
+import sys
+from megalite.mailbox import Mailbox
+from megalite.torch_internals import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+print("ready", flush=True)
+input()
+print(*(Mailbox(store, 10.0, 8).first(f"word {number}", sys.argv[2]) for number in range(200)), flush=True)
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def connected(server: subprocess.Popen[str]) -> tuple[int, TCPStore]:
+    assert server.stdout is not None
+    port = int(server.stdout.readline())
+    return port, TCPStore("127.0.0.1", port, is_master=False)
+
+
+def local(**options: Any) -> Mailbox:
+    return Mailbox(HashStore(), 5.0, 4, "the store", **options)
+
+
+def test_of_eight_writers_of_a_text_one_is_first_for_all(start: Start) -> None:
+    port, _ = connected(start(SERVER))
+    writers = [start(WRITERS, port, number) for number in range(8)]
+    for each in writers:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    with ThreadPoolExecutor(8) as threads:
+        said = list(threads.map(lambda each: each.communicate("\n")[0], writers))
+    assert len(set(said)) == 1
+    assert len(said[0].split()) == 200
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "^the store does not answer any more: rank 0, which runs it, ended without .*'a word'"),
+        (signal.SIGSTOP, r"^the store does not answer: rank 0, which runs it, is suspended .* 'a word' for 1 s\)$"),
+    ],
+)
+def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
+    number: signal.Signals, told: str, start: Start
+) -> None:
+    server = start(SERVER)
+    mailbox = Mailbox(connected(server)[1], 1.0, 2, "the store", "rank 0", RendezvousError)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(mailbox.get, "a word", 30.0, "rank 0 is silent")
+        time.sleep(0.2)
+        os.kill(server.pid, number)
+        with pytest.raises(RendezvousError, match=told):
+            waiting.result(10.0)
+    os.kill(server.pid, signal.SIGCONT) if number == signal.SIGSTOP else None
+
+
+def test_what_does_not_come_is_told_with_the_time() -> None:
+    with pytest.raises(CommunicationError, match=r"^rank 0 is silent, for 0 s, at the store$"):
+        local().get("a word", 0.1, "rank 0 is silent")
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_ranks_that_are_missing_are_known_and_the_others_answers_are_there(over_tcp: bool) -> None:
+    store: Store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if over_tcp else HashStore()
+    mailbox = Mailbox(store, 5.0, 4)
+    for rank in (0, 3, 7):
+        mailbox.put(f"answer/{rank}", f"of {rank}")
+    assert not mailbox.has_all("answer", [0, 3, 4])
+    assert mailbox.missing("answer", range(5)) == [1, 2, 4]
+    assert mailbox.gather("answer", range(5), 0.05, lambda: False) == {0: "of 0", 3: "of 3"}
+    assert mailbox.gather("answer", [3, 7], 60.0, lambda: False) == {3: "of 3", 7: "of 7"}
+    assert mailbox.gather("answer", [1], 60.0, lambda: True) == {}
+
+
+def test_two_runs_in_one_store_do_not_read_each_other() -> None:
+    store = HashStore()
+    first, second = (Mailbox(PrefixStore(f"run/{attempt}", store), 5.0, 2) for attempt in (0, 1))
+    first.put("word", "of the first")
+    assert second.look("word") is None
+    assert first.at_root("failure/0/", 1.0).first("word", "failed") == "failed"
+    assert second.at_root("failure/0/", 1.0).look("word") == "failed"
+    assert second.at_root("failure/1/", 1.0).look("word") is None
+    first.delete("word")
+    assert first.look("word") is None
+
+
+def test_a_number_is_the_sum_of_what_was_added_and_a_text_may_replace_another() -> None:
+    mailbox = local()
+    assert [mailbox.add("beats", 1), mailbox.add("beats", 0)] == [1, 1]
+    assert [mailbox.first("lowest", "5"), mailbox.first("lowest", "7")] == ["5", "5"]
+    assert [mailbox.first("lowest", "2", instead_of="5"), mailbox.first("lowest", "3", instead_of="5")] == ["2", "2"]
+
+
+@pytest.mark.parametrize("written", [b"", b"\xff", b"[" * 100_000, b"9" * 6000, b"cos\nsystem\n(S'true'\ntR."])
+def test_texts_of_strangers_are_refused(written: bytes) -> None:
+    mailbox = local()
+    mailbox.store.set("roll", written)  # type: ignore[arg-type]
+    told = "^something that is not a rank has written to the store: roll is '"
+    with pytest.raises(CommunicationError, match=told) as error:
+        mailbox.parsed("roll", mailbox.look("roll") or "", parse_json)
+    assert len(str(error.value)) < 320
+
+
+def test_texts_have_a_size() -> None:
+    mailbox = local()
+    mailbox.put("roll", "x" * MOST_BYTES)
+    assert mailbox.look("roll") == "x" * MOST_BYTES
+    with pytest.raises(CommunicationError, match="roll has 1,048,577 characters, and the store takes 1,048,576 bytes"):
+        mailbox.put("roll", "x" * (MOST_BYTES + 1))
+    mailbox.store.set("roll", "x" * (MOST_BYTES + 1))
+    with pytest.raises(CommunicationError, match="roll has 1,048,577 bytes, more than the 1,048,576 of a text"):
+        mailbox.look("roll")
