@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -17,61 +16,47 @@ from megalite.errors import CommunicationError, RendezvousError
 from megalite.mailbox import MOST_BYTES, Mailbox
 from megalite.small_files import parse_json
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
+from tests.harness.fork_server import fork_context
 
-SERVER = """
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-input()
-"""
-WRITERS = """
-import sys
-from megalite.mailbox import Mailbox
-from megalite.torch_internals import TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
-print("ready", flush=True)
-input()
-print(*(Mailbox(store, 10.0, 8).first(f"word {number}", sys.argv[2]) for number in range(200)), flush=True)
-"""
-Start = Callable[..., subprocess.Popen[str]]
+
+def _serve(port: Connection, done: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port.send(store.port)
+    done.poll(60.0)
+
+
+def _write(port: int, name: str, begin: Connection, said: Connection) -> None:
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 10.0, 8)
+    begin.poll(30.0)  # all at once
+    said.send([mailbox.first(f"word {number}", name) for number in range(50)])
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(program: str, *arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", program, *map(str, arguments)]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def connected(server: subprocess.Popen[str]) -> tuple[int, TCPStore]:
-    assert server.stdout is not None
-    port = int(server.stdout.readline())
-    return port, TCPStore("127.0.0.1", port, is_master=False)
+def server() -> Iterator[tuple[int, int]]:
+    """Port and process number of a store in a process of its own."""
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=_serve, args=(theirs, theirs), daemon=True)
+    process.start()
+    assert ours.poll(60.0)
+    assert process.pid is not None
+    yield ours.recv(), process.pid
+    process.kill()
+    process.join()
 
 
 def local(**options: Any) -> Mailbox:
     return Mailbox(HashStore(), 5.0, 4, "the store", **options)
 
 
-def test_of_eight_writers_of_a_text_one_is_first_for_all(start: Start) -> None:
-    port, _ = connected(start(SERVER))
-    writers = [start(WRITERS, port, number) for number in range(8)]
-    for each in writers:
-        assert each.stdout is not None
-        assert each.stdout.readline() == "ready\n"
-    with ThreadPoolExecutor(8) as threads:
-        said = list(threads.map(lambda each: each.communicate("\n")[0], writers))
-    assert len(set(said)) == 1
-    assert len(said[0].split()) == 200
+def test_of_eight_writers_of_a_text_one_is_first_for_all(server: tuple[int, int]) -> None:
+    context = fork_context()
+    (here, begin), results = context.Pipe(), [context.Pipe() for _ in range(8)]
+    for rank, (_, theirs) in enumerate(results):
+        context.Process(target=_write, args=(server[0], f"of {rank}", begin, theirs), daemon=True).start()
+    here.send("all of them see it: none reads it")
+    assert all(ours.poll(60.0) for ours, _ in results)
+    said = [ours.recv() for ours, _ in results]
+    assert all(each == said[0] for each in said)
 
 
 @pytest.mark.parametrize(
@@ -82,17 +67,16 @@ def test_of_eight_writers_of_a_text_one_is_first_for_all(start: Start) -> None:
     ],
 )
 def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
-    number: signal.Signals, told: str, start: Start
+    number: signal.Signals, told: str, server: tuple[int, int]
 ) -> None:
-    server = start(SERVER)
-    mailbox = Mailbox(connected(server)[1], 1.0, 2, "the store", "rank 0", RendezvousError)
+    port, process = server
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 1.0, 2, "the store", "rank 0", RendezvousError)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(mailbox.get, "a word", 30.0, "rank 0 is silent")
         time.sleep(0.2)
-        os.kill(server.pid, number)
+        os.kill(process, number)
         with pytest.raises(RendezvousError, match=told):
             waiting.result(10.0)
-    os.kill(server.pid, signal.SIGCONT) if number == signal.SIGSTOP else None
 
 
 def test_what_does_not_come_is_told_with_the_time() -> None:
@@ -136,7 +120,7 @@ def test_a_number_is_the_sum_of_what_was_added_and_a_text_may_replace_another() 
 def test_texts_of_strangers_are_refused(written: bytes) -> None:
     mailbox = local()
     mailbox.store.set("roll", written)  # type: ignore[arg-type]
-    told = "^something that is not a rank has written to the store: roll is '"
+    told = "^something that is not a rank has written to the store: roll is ['\"]"
     with pytest.raises(CommunicationError, match=told) as error:
         mailbox.parsed("roll", mailbox.look("roll") or "", parse_json)
     assert len(str(error.value)) < 320
