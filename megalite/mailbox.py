@@ -149,6 +149,7 @@ class Mailbox:
         return text.decode(errors="replace")
 
     def _ask(self, key: str, call: Callable[[], Result]) -> Result:
+        """Make a request on a key, with the time limit of an answer."""
         try:
             return within(self.answer_seconds, call)
         except TimeoutError:
