@@ -75,8 +75,11 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
         waiting = threads.submit(mailbox.get, "a word", 30.0, "rank 0 is silent")
         time.sleep(0.2)
         os.kill(process, number)
-        with pytest.raises(RendezvousError, match=told):
-            waiting.result(10.0)
+        try:
+            with pytest.raises(RendezvousError, match=told):
+                waiting.result(10.0)
+        finally:
+            os.kill(process, signal.SIGKILL)  # ends a wait that has no limit
 
 
 def test_what_does_not_come_is_told_with_the_time() -> None:
