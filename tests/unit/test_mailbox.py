@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -79,7 +80,8 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
             with pytest.raises(RendezvousError, match=told):
                 waiting.result(10.0)
         finally:
-            os.kill(process, signal.SIGKILL)  # ends a wait that has no limit
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)  # ends a wait that has no limit
 
 
 def test_what_does_not_come_is_told_with_the_time() -> None:
