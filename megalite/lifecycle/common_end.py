@@ -54,5 +54,5 @@ class CommonEnd:
 
     def _decide(self, mailbox: Mailbox) -> str:
         mailbox.put(f"ranks/{self._rank}", "")
-        all_ended = mailbox.wait(lambda: mailbox.has_all("ranks", range(self._ranks)), WAIT_SECONDS)
+        all_ended = mailbox.wait([f"ranks/{rank}" for rank in range(self._ranks)], WAIT_SECONDS)
         return mailbox.first("decision", _ALL if all_ended else _SOME)

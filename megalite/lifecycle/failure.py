@@ -239,9 +239,9 @@ def _agree(mailbox: Mailbox, message: str, code: int, rank: int) -> int:
     lowest = int(mailbox.first(_LOWEST, str(rank)))
     while lowest > rank:
         lowest = int(mailbox.first(_LOWEST, str(rank), instead_of=str(lowest)))
-    mailbox.wait(lambda: mailbox.look(_REPORT) is not None, _GATHERING_SECONDS)
+    mailbox.wait([_REPORT], _GATHERING_SECONDS)
     if int(mailbox.look(_LOWEST) or rank) < rank:
-        mailbox.wait(lambda: mailbox.look(_REPORT) is not None, _LAUNCHER_SECONDS)
+        mailbox.wait([_REPORT], _LAUNCHER_SECONDS)
     mine = f"{rank} {code}"
     reported = mailbox.first(_REPORT, mine)
     if reported == mine:

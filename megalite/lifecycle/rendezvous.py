@@ -52,7 +52,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
         ConfigurationError: the limit of open files of this process is too low.
     """
     if place.world_size == 1:
-        return _mailbox(HashStore(), place, seconds)
+        return Mailbox(HashStore(), seconds, 1)
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
@@ -79,11 +79,8 @@ def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
         ) from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name(place)} cannot be reached: {str(error).splitlines()[0]}") from error
-    return _mailbox(PrefixStore(f"{purpose}/{attempt()}", store), place, seconds)
-
-
-def _mailbox(store: Store, place: Place, seconds: float) -> Mailbox:
     holder = "its launcher" if hosted_by_launcher() else "rank 0"
+    store = PrefixStore(f"{purpose}/{attempt()}", store)
     return Mailbox(store, seconds + STORE_HANGS, place.world_size, store_name(place), holder, RendezvousError)
 
 
@@ -144,7 +141,7 @@ def wait_for_all_ranks(
     """
     if place.rank == 0:
         watch()
-        _check_in(mailbox, place.rank)
+        mailbox.put(f"{_CAME}/{place.rank}", "")
         word = _wait_as_host(mailbox, place, seconds)
         if word:
             _linger(mailbox, place.world_size)
@@ -152,7 +149,7 @@ def wait_for_all_ranks(
         limit = seconds + STORE_HANGS
         mailbox.get(f"{_CAME}/0", limit, "rank 0 has not connected, or hangs")
         watched = mailbox.look(_ALL) is not None or watch()
-        _check_in(mailbox, place.rank)
+        mailbox.put(f"{_CAME}/{place.rank}", "")
         word = _wait_for_host(mailbox, limit, watched)
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
@@ -178,7 +175,7 @@ def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -
     decide(first == mine)
     if place.rank == 0:
         mailbox.put(_ALL, first)
-    _check_in(mailbox, place.rank)
+    mailbox.put(f"{_CAME}/{place.rank}", "")
     if place.rank == 0:
         _linger(mailbox, place.world_size)
     return code_in(first, EXIT_RESUMABLE)
@@ -186,7 +183,7 @@ def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -
 
 def _linger(mailbox: Mailbox, world_size: int) -> None:
     """Keep rank 0's store open until all ranks have read the message in it, at most `WORD_SECONDS`."""
-    mailbox.wait(lambda: mailbox.has_all(_CAME, range(world_size)), WORD_SECONDS)
+    mailbox.wait([f"{_CAME}/{rank}" for rank in range(world_size)], WORD_SECONDS)
     time.sleep(_LEAVING_SECONDS)
 
 
@@ -209,10 +206,6 @@ def _wait_for_host(mailbox: Mailbox, seconds: float, watched: bool) -> str:
     return mailbox.get(_ALL, seconds, "rank 0 connected, but hangs")
 
 
-def _check_in(mailbox: Mailbox, rank: int) -> None:
-    mailbox.put(f"{_CAME}/{rank}", "")
-
-
 def _wait_as_host(mailbox: Mailbox, place: Place, seconds: float) -> str:
     """Wait on rank 0 for all ranks, and publish the result to them.
 
@@ -221,23 +214,28 @@ def _wait_as_host(mailbox: Mailbox, place: Place, seconds: float) -> str:
     """
     world_size = place.world_size
     began, patience, beats = time.monotonic(), PATIENCE, 0
-    while not mailbox.has_all(_CAME, range(world_size)) and mailbox.look(_FAILED) is None:
-        waited = time.monotonic() - began
-        if waited >= beats * _BETWEEN_BEATS:
+
+    def failed() -> bool:
+        nonlocal beats
+        if time.monotonic() - began >= beats * _BETWEEN_BEATS:
             beats = mailbox.add(_BEATS, 1)
-        if waited > min(seconds, patience):
-            missing = mailbox.missing(_CAME, range(world_size))
-            if missing and waited > seconds:
-                mailbox.put(_ALL, "no")
-                time.sleep(_LEAVING_SECONDS)
-                raise RendezvousError(
-                    f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to "
-                    f"{mailbox.name}: never started, suspended, ended, or without a network route to it"
-                )
-            if missing:
-                say(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far", to_error=True)
-                patience *= 2
-        mailbox.pause()
+        return mailbox.look(_FAILED) is not None
+
+    while True:
+        until = began + min(seconds, patience)
+        came = mailbox.gather(_CAME, range(world_size), until - time.monotonic(), failed)
+        if len(came) == world_size or failed():
+            break
+        waited, missing = time.monotonic() - began, [rank for rank in range(world_size) if rank not in came]
+        if waited >= seconds:
+            mailbox.put(_ALL, "no")
+            time.sleep(_LEAVING_SECONDS)
+            raise RendezvousError(
+                f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to "
+                f"{mailbox.name}: never started, suspended, ended, or without a network route to it"
+            )
+        say(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far", to_error=True)
+        patience *= 2
     word = mailbox.look(_FAILED) or ""
     mailbox.put(_ALL, word)
     return word

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from megalite.errors import CommunicationError, RendezvousError
-from megalite.mailbox import MOST_BYTES, Mailbox
+from megalite.mailbox import Mailbox
 from megalite.small_files import parse_json
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 from tests.harness.fork_server import fork_context
@@ -64,7 +65,7 @@ def test_of_eight_writers_of_a_text_one_is_first_for_all(server: tuple[int, int]
     ("number", "told"),
     [
         (signal.SIGKILL, "^the store does not answer any more: rank 0, which runs it, ended without .*'a word'"),
-        (signal.SIGSTOP, r"^the store does not answer: rank 0, which runs it, is suspended .* 'a word' for 1 s\)$"),
+        (signal.SIGSTOP, r"^the store does not answer: rank 0, which runs it, is suspended .*no word for 1 s, on 'a word'\)$"),
     ],
 )
 def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
@@ -95,8 +96,9 @@ def test_ranks_that_are_missing_are_known_and_the_others_answers_are_there(over_
     mailbox = Mailbox(store, 5.0, 4)
     for rank in (0, 3, 7):
         mailbox.put(f"answer/{rank}", f"of {rank}")
-    assert not mailbox.has_all("answer", [0, 3, 4])
-    assert mailbox.missing("answer", range(5)) == [1, 2, 4]
+    assert not mailbox.wait(["answer/0", "answer/3", "answer/4"], 0.0)
+    assert mailbox.wait(["answer/0", "answer/3"], 0.0)
+    assert mailbox.gather("answer", [], 0.0) == {}
     assert mailbox.gather("answer", range(5), 0.05, lambda: False) == {0: "of 0", 3: "of 3"}
     assert mailbox.gather("answer", [3, 7], 60.0, lambda: False) == {3: "of 3", 7: "of 7"}
     assert mailbox.gather("answer", [1], 60.0, lambda: True) == {}
@@ -131,12 +133,15 @@ def test_texts_of_strangers_are_refused(written: bytes) -> None:
     assert len(str(error.value)) < 320
 
 
-def test_texts_have_a_size() -> None:
+def test_requests_share_a_thread_that_ends_with_the_mailbox() -> None:
+    before = set(threading.enumerate())
     mailbox = local()
-    mailbox.put("roll", "x" * MOST_BYTES)
-    assert mailbox.look("roll") == "x" * MOST_BYTES
-    with pytest.raises(CommunicationError, match="roll has 1,048,577 characters, and the store takes 1,048,576 bytes"):
-        mailbox.put("roll", "x" * (MOST_BYTES + 1))
-    mailbox.store.set("roll", "x" * (MOST_BYTES + 1))
-    with pytest.raises(CommunicationError, match="roll has 1,048,577 bytes, more than the 1,048,576 of a text"):
-        mailbox.look("roll")
+    assert set(threading.enumerate()) == before
+    for number in range(20):
+        mailbox.put(f"{number}", "text")
+    at_root = mailbox.at_root("elsewhere/", 1.0)
+    assert at_root.look("0") is None
+    (thread,) = set(threading.enumerate()) - before
+    del mailbox, at_root
+    thread.join(10.0)
+    assert not thread.is_alive()
