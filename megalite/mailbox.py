@@ -21,10 +21,6 @@ Result = TypeVar("Result")
 _PAUSE, _PAUSE_A_RANK = 0.02, 1e-4  # seconds between looks: all ranks together ask at most 10,000 times a second
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Mailbox:
     """Texts under keys, which are words, in a store that ranks share.
@@ -35,11 +31,9 @@ class Mailbox:
     store: Store
     answer_seconds: float
     """Time limit for the store to answer one request. torch has none for a store whose process is suspended."""
-    ranks: int
-    """Number of ranks that may ask at the same time."""
+    ranks: int  # that may ask at the same time
     name: str = "the store of the ranks"
-    holder: str = "the process"
-    """Subject of messages: who runs the store."""
+    holder: str = "the process"  # that runs the store, for messages
     error: type[CommunicationError] = CommunicationError
     prefix: str = ""
     lane: Lane = field(default_factory=Lane)
@@ -75,22 +69,20 @@ class Mailbox:
         found = self._ask(key, lambda: self.store.get(full) if self.store.check([full]) else None)
         return None if found is None else found.decode(errors="replace")
 
-    def get(self, key: str, seconds: float, problem: str, over: Callable[[], bool] = _never) -> str:
+    def get(self, key: str, seconds: float, problem: str, over: Callable[[], bool] = bool) -> str:
         """Wait for a text. Raises `error`, which begins with the problem, if none comes in time (`wait`)."""
         began, hasty = time.monotonic(), replace(self, answer_seconds=min(seconds, self.answer_seconds))
         if not hasty.wait([key], seconds, over):
             raise self.error(f"{problem}, for {time.monotonic() - began:.0f} s, at {self.name}")
         return hasty.look(key) or ""
 
-    def gather(
-        self, key: str, ranks: Iterable[int], seconds: float, over: Callable[[], bool] = _never
-    ) -> dict[int, str]:
+    def gather(self, key: str, ranks: Iterable[int], seconds: float, over: Callable[[], bool] = bool) -> dict[int, str]:
         """Return the texts KEY/RANK of those ranks that have put one in time (`wait`)."""
         keys = {rank: f"{key}/{rank}" for rank in ranks}
         self.wait(list(keys.values()), seconds, over)
         return {rank: text for rank, each in keys.items() if (text := self.look(each)) is not None}
 
-    def wait(self, keys: Sequence[str], seconds: float, over: Callable[[], bool] = _never) -> bool:
+    def wait(self, keys: Sequence[str], seconds: float, over: Callable[[], bool] = bool) -> bool:
         """Tell whether texts are under all keys, within so many seconds and before it is `over`."""
         deadline, full = time.monotonic() + seconds, [self.prefix + key for key in keys]
         # Asks again and again, because `Store.wait` prints when its time is up.

@@ -34,7 +34,7 @@ class CommonEnd:
     def __init__(self, mesh: ParallelMesh) -> None:
         self._rank, self._ranks = mesh.rank, mesh.world_size
         # A name of this run's own: a program may start one run after the other in the same processes.
-        self._name = f"megalite/end/{all_gather_json(secrets.token_hex(8), mesh)[0]}"
+        self._name = f"megalite/end/{all_gather_json(secrets.token_hex(8), mesh)[0]}/"
 
     def require(self, iteration: int) -> None:
         """Wait until the program ends on all ranks. Raises EndedAlone if it goes on on some. `iteration`: last step."""
@@ -42,7 +42,10 @@ class CommonEnd:
             return
         try:
             store = torch_internals.default_store()
-            decision = self._decide(Mailbox(store, _STORE_SECONDS, self._ranks, prefix=f"{self._name}/"))
+            mailbox = Mailbox(store, _STORE_SECONDS, self._ranks, prefix=self._name)
+            mailbox.put(f"ranks/{self._rank}", "")
+            all_ended = mailbox.wait([f"ranks/{rank}" for rank in range(self._ranks)], WAIT_SECONDS)
+            decision = mailbox.first("decision", _ALL if all_ended else _SOME)
         except CommunicationError:  # the store is gone or hangs
             decision = _SOME
         if decision != _ALL:
@@ -51,8 +54,3 @@ class CommonEnd:
                 f"that no checkpoint has are lost. End it on all ranks within {WAIT_SECONDS:.0f} s, or call "
                 "run.close() on all before that"
             )
-
-    def _decide(self, mailbox: Mailbox) -> str:
-        mailbox.put(f"ranks/{self._rank}", "")
-        all_ended = mailbox.wait([f"ranks/{rank}" for rank in range(self._ranks)], WAIT_SECONDS)
-        return mailbox.first("decision", _ALL if all_ended else _SOME)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import starmap
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -29,29 +31,20 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 class Lane:
-    """Daemon thread that makes many short calls, one after the other. Starts at the first, and ends with this object.
-
-    A thread a call would take longer than what a store is asked.
-    """
-
-    def within(self, seconds: float, call: Callable[[], T]) -> T:
-        """Return what `within` returns. The calls that follow one that hangs wait for it, within their own limits."""
-        future: Future[T] = Future()
-        self._calls.put(partial(_make, future, call))
-        return future.result(seconds)
+    """Daemon thread for many short calls, one after the other: from the first call until this object is gone."""
 
     @cached_property
-    def _calls(self) -> SimpleQueue[Callable[[], None] | None]:
-        calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_make_all, args=(calls,), name="bounded calls", daemon=True).start()
+    def _calls(self) -> SimpleQueue[Any]:
+        calls = SimpleQueue[Any]()
+        in_thread(lambda: deque(starmap(_make, iter(calls.get, None)), maxlen=0))
         weakref.finalize(self, calls.put, None)
         return calls
 
-
-def _make_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    for make in iter(calls.get, None):
-        make()
-        del make  # it may hold the lane, which would never end
+    def within(self, seconds: float, call: Callable[[], T]) -> T:
+        """Return what `within` returns. Calls that follow one that hangs wait for it, within their own limits."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future.result(seconds)
 
 
 def _make(future: Future[Any], call: Callable[[], object]) -> None:

@@ -65,7 +65,10 @@ def test_of_eight_writers_of_a_text_one_is_first_for_all(server: tuple[int, int]
     ("number", "told"),
     [
         (signal.SIGKILL, "^the store does not answer any more: rank 0, which runs it, ended without .*'a word'"),
-        (signal.SIGSTOP, r"^the store does not answer: rank 0, which runs it, is suspended .*no word for 1 s, on 'a word'\)$"),
+        (
+            signal.SIGSTOP,
+            r"^the store does not answer: rank 0, which runs it, is suspended .*no word for 1 s, on 'a word'\)$",
+        ),
     ],
 )
 def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(

@@ -115,8 +115,7 @@ def _decision(step: int, pipeline: int, micro_batch: int) -> str:
 
 
 def _parse_vote(text: str) -> Vote:
-    found = _VOTE.fullmatch(text)
-    if found is None:
+    if (found := _VOTE.fullmatch(text)) is None:
         raise ValueError("a vote is two numbers")
     return Vote(*map(float, found.groups()))
 
@@ -226,13 +225,8 @@ class LateRanksTrainer(Trainer):
             name = collectives.all_gather_json(secrets.token_hex(8), mesh)[0]
             timeout = mesh.world().timeout
             seconds = _LONGEST if timeout is None else timeout.total_seconds()
-            mailbox = Mailbox(
-                default_store(),
-                seconds,
-                mesh.world_size,
-                f"the store of the ranks ({_FLAG})",
-                prefix=f"late ranks {name}/",
-            )
+            where, prefix = f"the store of the ranks ({_FLAG})", f"late ranks {name}/"
+            mailbox = Mailbox(default_store(), seconds, mesh.world_size, where, prefix=prefix)
             self.board = Board(mailbox.clone(), seconds)  # a decision may come late: nothing else waits for it
 
     def _check(self) -> None:
