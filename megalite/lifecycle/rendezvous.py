@@ -52,7 +52,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
         ConfigurationError: the limit of open files of this process is too low.
     """
     if place.world_size == 1:
-        return Mailbox(HashStore(), seconds, 1)
+        return Mailbox(HashStore(), seconds, 1, store_name(place), error=RendezvousError)
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
@@ -141,7 +141,7 @@ def wait_for_all_ranks(
     """
     if place.rank == 0:
         watch()
-        mailbox.put(f"{_CAME}/{place.rank}", "")
+        _check_in(mailbox, place.rank)
         word = _wait_as_host(mailbox, place, seconds)
         if word:
             _linger(mailbox, place.world_size)
@@ -149,7 +149,7 @@ def wait_for_all_ranks(
         limit = seconds + STORE_HANGS
         mailbox.get(f"{_CAME}/0", limit, "rank 0 has not connected, or hangs")
         watched = mailbox.look(_ALL) is not None or watch()
-        mailbox.put(f"{_CAME}/{place.rank}", "")
+        _check_in(mailbox, place.rank)
         word = _wait_for_host(mailbox, limit, watched)
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
@@ -175,7 +175,7 @@ def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -
     decide(first == mine)
     if place.rank == 0:
         mailbox.put(_ALL, first)
-    mailbox.put(f"{_CAME}/{place.rank}", "")
+    _check_in(mailbox, place.rank)
     if place.rank == 0:
         _linger(mailbox, place.world_size)
     return code_in(first, EXIT_RESUMABLE)
@@ -204,6 +204,10 @@ def _wait_for_host(mailbox: Mailbox, seconds: float, watched: bool) -> str:
             )
         time.sleep(_BETWEEN_BEATS)
     return mailbox.get(_ALL, seconds, "rank 0 connected, but hangs")
+
+
+def _check_in(mailbox: Mailbox, rank: int) -> None:
+    mailbox.put(f"{_CAME}/{rank}", "")
 
 
 def _wait_as_host(mailbox: Mailbox, place: Place, seconds: float) -> str:
