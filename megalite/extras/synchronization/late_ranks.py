@@ -53,6 +53,7 @@ _MEDIAN_OF = 16
 """Number of a pipeline's last whole steps whose median time is the unit of the limit."""
 _LEFT_OUT = "left_out_samples"
 _VOTE = re.compile(r"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})", re.ASCII)
+_VOTE_IN = "the vote in step {} since the start"
 _IS_LATE = ["on time", "late"]  # texts of a decision
 _LONGEST = 1800.0  # seconds for a decision and for an answer of the store, where collectives have no limit
 
@@ -79,13 +80,13 @@ class Board:
 
     def vote(self, step: int, vote: Vote) -> None:
         """Vote, unless another has been first."""
-        self._mailbox.first(_vote(step), f"{vote.seconds:.6f} {vote.median:.6f}")
-        self._written.append(_vote(step))
+        self._written.append(_VOTE_IN.format(step))
+        self._mailbox.first(_VOTE_IN.format(step), f"{vote.seconds:.6f} {vote.median:.6f}")
 
     def first(self, step: int) -> Vote | None:
         """Return the vote of a step; None if there is none yet."""
-        text = self._mailbox.look(_vote(step))
-        return None if text is None else self._mailbox.parsed(_vote(step), text, _parse_vote)
+        text = self._mailbox.look(_VOTE_IN.format(step))
+        return None if text is None else self._mailbox.parsed(_VOTE_IN.format(step), text, _parse_vote)
 
     def decide(self, step: int, pipeline: int, micro_batch: int, *, is_late: bool) -> None:
         """Tell the other ranks of a pipeline whether it leaves out the micro-batch and what follows."""
@@ -104,10 +105,6 @@ class Board:
         for key in self._stale:
             self._mailbox.delete(key)
         self._stale, self._written = self._written, []
-
-
-def _vote(step: int) -> str:
-    return f"the vote in step {step} since the start"
 
 
 def _decision(step: int, pipeline: int, micro_batch: int) -> str:
