@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megalite.torch_internals import Store
 
 Result = TypeVar("Result")
+_ANSWER_SECONDS = 5.0
 _PAUSE, _PAUSE_A_RANK = 0.02, 1e-4  # seconds between looks: all ranks together ask at most 10,000 times a second
 
 
@@ -29,21 +30,21 @@ class Mailbox:
     """
 
     store: Store
-    answer_seconds: float
-    """Time limit for the store to answer one request. torch has none for a store whose process is suspended."""
     ranks: int  # that may ask at the same time
+    answer_seconds: float = _ANSWER_SECONDS
+    """Time limit for the store to answer one request. torch has none for a store whose process is suspended."""
     name: str = "the store of the ranks"
     holder: str = "the process"  # that runs the store, for messages
     error: type[CommunicationError] = CommunicationError
     prefix: str = ""
     lane: Lane = field(default_factory=Lane)
 
-    def at_root(self, prefix: str, answer_seconds: float) -> Mailbox:
-        """Return a mailbox in the same store, under a prefix in place of all that its keys have."""
+    def at_root(self, prefix: str) -> Mailbox:
+        """Return a mailbox in the same store that does not wait long, under a prefix in place of all others."""
         store: Any = self.store
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        return replace(self, store=store, prefix=prefix, answer_seconds=answer_seconds)
+        return replace(self, store=store, prefix=prefix, answer_seconds=_ANSWER_SECONDS)
 
     def clone(self) -> Mailbox:
         """Return the same mailbox on a connection of its own: a request does not wait for those of other threads."""
@@ -55,9 +56,8 @@ class Mailbox:
 
     def first(self, key: str, text: str, instead_of: str = "") -> str:
         """Leave a text, not empty, unless there is one other than `instead_of`; return the one that is there now."""
-        return self._ask(key, lambda: self.store.compare_set(self.prefix + key, instead_of, text)).decode(
-            errors="replace"
-        )
+        there = self._ask(key, lambda: self.store.compare_set(self.prefix + key, instead_of, text))
+        return there.decode(errors="replace")
 
     def add(self, key: str, number: int) -> int:
         """Add to a number, which starts from 0, and return the sum."""
@@ -78,19 +78,21 @@ class Mailbox:
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float, over: Callable[[], bool] = bool) -> dict[int, str]:
         """Return the texts KEY/RANK of those ranks that have put one in time (`wait`)."""
-        keys = {rank: f"{key}/{rank}" for rank in ranks}
-        self.wait(list(keys.values()), seconds, over)
-        return {rank: text for rank, each in keys.items() if (text := self.look(each)) is not None}
+        there = {rank: f"{key}/{rank}" for rank in ranks}
+        if not self.wait(list(there.values()), seconds, over):
+            there = {rank: each for rank, each in there.items() if self.wait([each], 0.0)}
+        texts = self._ask(key, lambda: self.store.multi_get([self.prefix + each for each in there.values()]))
+        return {rank: text.decode(errors="replace") for rank, text in zip(there, texts, strict=True)}
 
     def wait(self, keys: Sequence[str], seconds: float, over: Callable[[], bool] = bool) -> bool:
         """Tell whether texts are under all keys, within so many seconds and before it is `over`."""
         deadline, full = time.monotonic() + seconds, [self.prefix + key for key in keys]
         # Asks again and again, because `Store.wait` prints when its time is up.
-        while not (found := self._ask("".join(keys[:1]), lambda: self.store.check(full))):
+        while not self._ask("".join(keys[:1]), lambda: self.store.check(full)):
             if time.monotonic() >= deadline or over():
-                break
+                return False
             time.sleep(max(_PAUSE, _PAUSE_A_RANK * self.ranks))
-        return found
+        return True
 
     def delete(self, key: str) -> None:
         """Delete a text, if there is one."""
@@ -107,13 +109,9 @@ class Mailbox:
 
     def _ask(self, key: str, call: Callable[[], Result]) -> Result:
         try:
-            return self.lane.within(self.answer_seconds, call)
+            return self.lane.begin(call).result(self.answer_seconds)
         except TimeoutError:
-            problem, cause = (
-                "does not answer",
-                f"is suspended or cannot be reached (no word for {self.answer_seconds:.0f} s",
-            )
+            when, cause = "", f"is suspended or cannot be reached (no word for {self.answer_seconds:.0f} s"
         except RuntimeError as error:
-            problem = "does not answer any more"
-            cause = f"ended without a message, or cannot be reached ({str(error).splitlines()[0]}"
-        raise self.error(f"{self.name} {problem}: {self.holder}, which runs it, {cause}, on {key!r})")
+            when, cause = " any more", f"ended without a message, or cannot be reached ({str(error).splitlines()[0]}"
+        raise self.error(f"{self.name} does not answer{when}: {self.holder}, which runs it, {cause}, on {key!r})")

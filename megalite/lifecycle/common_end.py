@@ -18,7 +18,6 @@ from megalite.parallel.mesh import ParallelMesh
 
 WAIT_SECONDS = 10.0
 """Number of seconds for which a rank whose program ends waits for the others."""
-_STORE_SECONDS = 5.0  # time limit for the answers of the store
 _ALL, _SOME = "all", "some"
 
 
@@ -41,8 +40,7 @@ class CommonEnd:
         if self._ranks == 1 or not dist.is_initialized():  # the program may have destroyed the group
             return
         try:
-            store = torch_internals.default_store()
-            mailbox = Mailbox(store, _STORE_SECONDS, self._ranks, prefix=self._name)
+            mailbox = Mailbox(torch_internals.default_store(), self._ranks, prefix=self._name)
             mailbox.put(f"ranks/{self._rank}", "")
             all_ended = mailbox.wait([f"ranks/{rank}" for rank in range(self._ranks)], WAIT_SECONDS)
             decision = mailbox.first("decision", _ALL if all_ended else _SOME)

@@ -58,7 +58,6 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail for the same reason arrive within this time
 _LAUNCHER_SECONDS = 10.0  # within this time ranks get the same error, and a launcher ends the other ranks
 _STAGGER_SECONDS = 0.5
-_STORE_SECONDS = 5.0  # time limit for an answer of the store
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SPEAKING = RLock()  # held while a thread reports an error: the process must not end before it has finished
 
@@ -307,9 +306,9 @@ def default_mailbox() -> Mailbox | None:
     from megalite import torch_internals
     from megalite.mailbox import Mailbox
 
-    return _for_failures(Mailbox(torch_internals.default_store(), _STORE_SECONDS, distributed.get_world_size()))
+    return _for_failures(Mailbox(torch_internals.default_store(), distributed.get_world_size()))
 
 
 def _for_failures(mailbox: Mailbox) -> Mailbox:
     """Return the mailbox with the prefix for failures, in place of the prefixes of the given one."""
-    return mailbox.at_root(f"megalite/failure/{attempt()}/", _STORE_SECONDS)
+    return mailbox.at_root(f"megalite/failure/{attempt()}/")

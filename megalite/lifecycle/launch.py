@@ -82,7 +82,7 @@ def connect_ranks(
     from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
 
     if dist.is_initialized():
-        watch(Mailbox(torch_internals.default_store(), timeout.total_seconds(), place.world_size))
+        watch(Mailbox(torch_internals.default_store(), place.world_size, timeout.total_seconds()))
         _compare(description, mesh)
     else:
         mailbox = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)

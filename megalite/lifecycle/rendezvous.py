@@ -52,7 +52,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
         ConfigurationError: the limit of open files of this process is too low.
     """
     if place.world_size == 1:
-        return Mailbox(HashStore(), seconds, 1, store_name(place), error=RendezvousError)
+        return Mailbox(HashStore(), 1, seconds, store_name(place), error=RendezvousError)
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
@@ -81,7 +81,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
         raise CommunicationError(f"{store_name(place)} cannot be reached: {str(error).splitlines()[0]}") from error
     holder = "its launcher" if hosted_by_launcher() else "rank 0"
     store = PrefixStore(f"{purpose}/{attempt()}", store)
-    return Mailbox(store, seconds + STORE_HANGS, place.world_size, store_name(place), holder, RendezvousError)
+    return Mailbox(store, place.world_size, seconds + STORE_HANGS, store_name(place), holder, RendezvousError)
 
 
 def open_early(place: Place) -> object:
@@ -124,9 +124,7 @@ def store_name(place: Place) -> str:
     return f"the store at {place.host}:{place.port} (MASTER_ADDR, MASTER_PORT)"
 
 
-def wait_for_all_ranks(
-    mailbox: Mailbox, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False
-) -> None:
+def wait_for_all_ranks(mailbox: Mailbox, place: Place, seconds: float, watch: Callable[[], bool] = bool) -> None:
     """Wait until rank 0 has seen all ranks.
 
     If rank 0 or a failed rank (`publish_failure`) has reported the failure, the other ranks exit silently.
@@ -226,11 +224,11 @@ def _wait_as_host(mailbox: Mailbox, place: Place, seconds: float) -> str:
         return mailbox.look(_FAILED) is not None
 
     while True:
-        until = began + min(seconds, patience)
-        came = mailbox.gather(_CAME, range(world_size), until - time.monotonic(), failed)
-        if len(came) == world_size or failed():
+        left = began + min(seconds, patience) - time.monotonic()
+        missing = set(range(world_size)) - mailbox.gather(_CAME, range(world_size), left, failed).keys()
+        if not missing or failed():
             break
-        waited, missing = time.monotonic() - began, [rank for rank in range(world_size) if rank not in came]
+        waited = time.monotonic() - began
         if waited >= seconds:
             mailbox.put(_ALL, "no")
             time.sleep(_LEAVING_SECONDS)

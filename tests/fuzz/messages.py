@@ -356,7 +356,7 @@ def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: fl
     os.environ["MEGALITE_SECRET"] = SECRET.decode()
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
-    mailbox = Mailbox(HashStore(), 5.0, 3)
+    mailbox = Mailbox(HashStore(), 3)
     mailbox.put("megalite/watchdog", f"{server.getsockname()[1]} ")  # as rank 0 publishes it
     watchdog = watchdog_file.Watchdog(
         Sections(), Limits(), report, Place(1, 0, 3), mailbox=mailbox, folder=base / "out" / "hangs"

@@ -28,7 +28,7 @@ def _serve(port: Connection, done: Connection) -> None:
 
 
 def _write(port: int, name: str, begin: Connection, said: Connection) -> None:
-    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 10.0, 8)
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 8, 10.0)
     begin.poll(30.0)  # all at once
     said.send([mailbox.first(f"word {number}", name) for number in range(50)])
 
@@ -47,7 +47,7 @@ def server() -> Iterator[tuple[int, int]]:
 
 
 def local(**options: Any) -> Mailbox:
-    return Mailbox(HashStore(), 5.0, 4, "the store", **options)
+    return Mailbox(HashStore(), 4, 5.0, "the store", **options)
 
 
 def test_of_eight_writers_of_a_text_one_is_first_for_all(server: tuple[int, int]) -> None:
@@ -75,7 +75,7 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
     number: signal.Signals, told: str, server: tuple[int, int]
 ) -> None:
     port, process = server
-    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 1.0, 2, "the store", "rank 0", RendezvousError)
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 2, 1.0, "the store", "rank 0", RendezvousError)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(mailbox.get, "a word", 30.0, "rank 0 is silent")
         time.sleep(0.2)
@@ -96,7 +96,7 @@ def test_what_does_not_come_is_told_with_the_time() -> None:
 @pytest.mark.parametrize("over_tcp", [False, True])
 def test_ranks_that_are_missing_are_known_and_the_others_answers_are_there(over_tcp: bool) -> None:
     store: Store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if over_tcp else HashStore()
-    mailbox = Mailbox(store, 5.0, 4)
+    mailbox = Mailbox(store, 4)
     for rank in (0, 3, 7):
         mailbox.put(f"answer/{rank}", f"of {rank}")
     assert not mailbox.wait(["answer/0", "answer/3", "answer/4"], 0.0)
@@ -109,12 +109,12 @@ def test_ranks_that_are_missing_are_known_and_the_others_answers_are_there(over_
 
 def test_two_runs_in_one_store_do_not_read_each_other() -> None:
     store = HashStore()
-    first, second = (Mailbox(PrefixStore(f"run/{attempt}", store), 5.0, 2) for attempt in (0, 1))
+    first, second = (Mailbox(PrefixStore(f"run/{attempt}", store), 2) for attempt in (0, 1))
     first.put("word", "of the first")
     assert second.look("word") is None
-    assert first.at_root("failure/0/", 1.0).first("word", "failed") == "failed"
-    assert second.at_root("failure/0/", 1.0).look("word") == "failed"
-    assert second.at_root("failure/1/", 1.0).look("word") is None
+    assert first.at_root("failure/0/").first("word", "failed") == "failed"
+    assert second.at_root("failure/0/").look("word") == "failed"
+    assert second.at_root("failure/1/").look("word") is None
     first.delete("word")
     assert first.look("word") is None
 
@@ -136,15 +136,19 @@ def test_texts_of_strangers_are_refused(written: bytes) -> None:
     assert len(str(error.value)) < 320
 
 
-def test_requests_share_a_thread_that_ends_with_the_mailbox() -> None:
-    before = set(threading.enumerate())
+def test_requests_share_a_thread_that_ends_with_the_mailbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread))[1])
     mailbox = local()
-    assert set(threading.enumerate()) == before
+    assert not begun
     for number in range(20):
         mailbox.put(f"{number}", "text")
-    at_root = mailbox.at_root("elsewhere/", 1.0)
+    at_root = mailbox.at_root("elsewhere/")
     assert at_root.look("0") is None
-    (thread,) = set(threading.enumerate()) - before
+    (thread,) = begun
+    assert thread.is_alive()
+    assert thread.daemon
     del mailbox, at_root
     thread.join(10.0)
     assert not thread.is_alive()

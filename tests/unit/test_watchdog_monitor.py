@@ -605,7 +605,7 @@ def test_ranks_without_the_secret_say_so_at_once_and_only_one_of_them(
     store.set("megalite/watchdog", f"1234 .megalite_secret_{'0' * 32}")
     for rank in (8, 9):
         with Watchdog(
-            Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), mailbox=Mailbox(store, 5.0, 16)
+            Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), mailbox=Mailbox(store, 16)
         ) as watchdog:
             assert not watchdog.linked
     said = capfd.readouterr().err
@@ -708,7 +708,7 @@ def test_a_rank_starts_though_the_monitor_makes_no_sense(
         speaker.start()
         store = HashStore()
         store.set("megalite/watchdog", f"{server.getsockname()[1]} ")
-        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), mailbox=Mailbox(store, 5.0, 16)) as watchdog:
+        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), mailbox=Mailbox(store, 16)) as watchdog:
             assert not watchdog.linked
         speaker.join()
 
@@ -721,7 +721,7 @@ def test_a_rank_that_is_requested_to_end_while_it_connects_is_not_told_as_dead(
     begun = watch((HERE,) * 2, missing=2)
     store = HashStore()
     store.set("megalite/watchdog", f"{begun.monitor.address[1]} ")
-    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(2, 2, 4), mailbox=Mailbox(store, 5.0, 16))
+    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(2, 2, 4), mailbox=Mailbox(store, 16))
 
     def requested(message: Message) -> None:
         raise SystemExit(85)

@@ -54,6 +54,7 @@ _MEDIAN_OF = 16
 _LEFT_OUT = "left_out_samples"
 _VOTE = re.compile(r"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})", re.ASCII)
 _VOTE_IN = "the vote in step {} since the start"
+_DECISION = "the decision of pipeline {1} on micro-batch {2} in step {0} since the start"
 _IS_LATE = ["on time", "late"]  # texts of a decision
 _LONGEST = 1800.0  # seconds for a decision and for an answer of the store, where collectives have no limit
 
@@ -72,9 +73,9 @@ class Board:
     They come from other ranks, and none is taken that has another form.
     """
 
-    def __init__(self, mailbox: Mailbox, seconds: float) -> None:
-        """Use a mailbox, whose prefix no other run or attempt has. `seconds`: time limit for a decision."""
-        self._mailbox, self._seconds = mailbox, seconds
+    def __init__(self, mailbox: Mailbox) -> None:
+        """Use a mailbox, whose prefix no other run or attempt has, and whose time limit is also that of a decision."""
+        self._mailbox = mailbox
         self._stale: list[str] = []
         self._written: list[str] = []
 
@@ -90,14 +91,14 @@ class Board:
 
     def decide(self, step: int, pipeline: int, micro_batch: int, *, is_late: bool) -> None:
         """Tell the other ranks of a pipeline whether it leaves out the micro-batch and what follows."""
-        key = _decision(step, pipeline, micro_batch)
+        key = _DECISION.format(step, pipeline, micro_batch)
         self._mailbox.put(key, _IS_LATE[is_late])
         self._written.append(key)
 
     def decided(self, step: int, pipeline: int, micro_batch: int) -> bool:
         """Wait for the leader's decision. Raises CommunicationError if it does not come."""
-        key = _decision(step, pipeline, micro_batch)
-        text = self._mailbox.get(key, self._seconds, f"{key} did not come")
+        key = _DECISION.format(step, pipeline, micro_batch)
+        text = self._mailbox.get(key, self._mailbox.answer_seconds, f"{key} did not come")
         return bool(self._mailbox.parsed(key, text, _IS_LATE.index))
 
     def forget(self) -> None:
@@ -105,10 +106,6 @@ class Board:
         for key in self._stale:
             self._mailbox.delete(key)
         self._stale, self._written = self._written, []
-
-
-def _decision(step: int, pipeline: int, micro_batch: int) -> str:
-    return f"the decision of pipeline {pipeline} on micro-batch {micro_batch} in step {step} since the start"
 
 
 def _parse_vote(text: str) -> Vote:
@@ -223,8 +220,8 @@ class LateRanksTrainer(Trainer):
             timeout = mesh.world().timeout
             seconds = _LONGEST if timeout is None else timeout.total_seconds()
             where, prefix = f"the store of the ranks ({_FLAG})", f"late ranks {name}/"
-            mailbox = Mailbox(default_store(), seconds, mesh.world_size, where, prefix=prefix)
-            self.board = Board(mailbox.clone(), seconds)  # a decision may come late: nothing else waits for it
+            mailbox = Mailbox(default_store(), mesh.world_size, seconds, where, prefix=prefix)
+            self.board = Board(mailbox.clone())  # a decision may come late: nothing else waits for it
 
     def _check(self) -> None:
         """Raise ConfigurationError if data-parallel ranks meet within a micro-batch, or the loss has several terms."""

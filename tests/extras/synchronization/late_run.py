@@ -89,7 +89,10 @@ def run_steps(flags: str, plan: Plan, steps: int, loss_scale: float = 1.0) -> St
 
 def is_there(trainer: LateRanksTrainer, number: int) -> bool:
     """Tell whether the store still has the vote or a decision of a step."""
-    keys = [late_ranks._vote(number), *(late_ranks._decision(number, trainer.pipeline, m) for m in range(12))]
+    keys = [
+        late_ranks._VOTE_IN.format(number),
+        *(late_ranks._DECISION.format(number, trainer.pipeline, m) for m in range(12)),
+    ]
     return any(trainer.board._mailbox.look(key) is not None for key in keys)
 
 

@@ -320,7 +320,7 @@ def test_a_loss_of_several_terms_is_refused(rank_pools: RankPools) -> None:
 
 
 def board() -> Board:
-    return Board(Mailbox(HashStore(), 5.0, 1, "the store", prefix="a run/"), seconds=0.01)
+    return Board(Mailbox(HashStore(), 1, 0.1, "the store", prefix="a run/"))
 
 
 def test_the_first_vote_counts() -> None:
