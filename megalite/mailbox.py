@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -108,8 +109,11 @@ class Mailbox:
             ) from error
 
     def _ask(self, key: str, call: Callable[[], Result]) -> Result:
+        answer, half = self.lane.begin(call), self.answer_seconds / 2
         try:
-            return self.lane.begin(call).result(self.answer_seconds)
+            with suppress(TimeoutError):  # this half may have gone by while all processes were suspended together
+                return answer.result(half)
+            return answer.result(half)
         except TimeoutError:
             when, cause = "", f"is suspended or cannot be reached (no word for {self.answer_seconds:.0f} s"
         except RuntimeError as error:

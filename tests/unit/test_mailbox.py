@@ -88,6 +88,33 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
                 os.kill(process, signal.SIGKILL)  # ends a wait that has no limit
 
 
+def _look(port: int, said: Connection) -> None:
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 2, 1.2)
+    mailbox.put("word", "text")
+    said.send("connected")
+    said.poll(30.0)
+    said.send(mailbox.look("word"))
+
+
+def test_a_request_outlasts_that_all_processes_are_suspended_together(server: tuple[int, int]) -> None:
+    ours, theirs = fork_context().Pipe()
+    client = fork_context().Process(target=_look, args=(server[0], theirs), daemon=True)
+    client.start()
+    assert ours.poll(60.0)
+    assert client.pid is not None
+    assert ours.recv() == "connected"
+    os.kill(server[1], signal.SIGSTOP)
+    ours.send("ask")
+    time.sleep(0.2)
+    os.kill(client.pid, signal.SIGSTOP)
+    time.sleep(1.3)
+    os.kill(client.pid, signal.SIGCONT)
+    time.sleep(0.05)
+    os.kill(server[1], signal.SIGCONT)
+    assert ours.poll(10.0)
+    assert ours.recv() == "text"
+
+
 def test_what_does_not_come_is_told_with_the_time() -> None:
     with pytest.raises(CommunicationError, match=r"^rank 0 is silent, for 0 s, at the store$"):
         local().get("a word", 0.1, "rank 0 is silent")
