@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megalite.errors import CommunicationError
@@ -70,12 +71,13 @@ class Mailbox:
         found = self._ask(key, lambda: self.store.get(full) if self.store.check([full]) else None)
         return None if found is None else found.decode(errors="replace")
 
-    def get(self, key: str, seconds: float, problem: str, over: Callable[[], bool] = bool) -> str:
-        """Wait for a text. Raises `error`, which begins with the problem, if none comes in time (`wait`)."""
-        began, hasty = time.monotonic(), replace(self, answer_seconds=min(seconds, self.answer_seconds))
-        if not hasty.wait([key], seconds, over):
-            raise self.error(f"{problem}, for {time.monotonic() - began:.0f} s, at {self.name}")
-        return hasty.look(key) or ""
+    def get(self, key: str, seconds: float, problem: str) -> str:
+        """Wait for a text, without asking again. Raises `error`, which begins with the problem, if none comes in time;
+        then this mailbox is of no use any more."""
+        full, limit = self.prefix + key, timedelta(seconds=2 * seconds)  # torch prints when its own time is up
+        hasty = replace(self, answer_seconds=seconds)
+        hasty._ask(key, lambda: self.store.wait([full], limit), problem)
+        return hasty._ask(key, lambda: self.store.get(full), problem).decode(errors="replace")
 
     def gather(self, key: str, ranks: Iterable[int], seconds: float, over: Callable[[], bool] = bool) -> dict[int, str]:
         """Return the texts KEY/RANK of those ranks that have put one in time (`wait`)."""
@@ -88,7 +90,6 @@ class Mailbox:
     def wait(self, keys: Sequence[str], seconds: float, over: Callable[[], bool] = bool) -> bool:
         """Tell whether texts are under all keys, within so many seconds and before it is `over`."""
         deadline, full = time.monotonic() + seconds, [self.prefix + key for key in keys]
-        # Asks again and again, because `Store.wait` prints when its time is up.
         while not self._ask("".join(keys[:1]), lambda: self.store.check(full)):
             if time.monotonic() >= deadline or over():
                 return False
@@ -108,13 +109,15 @@ class Mailbox:
                 f"something that is not a rank has written to {self.name}: {key} is {shown(text)} ({str(error)[:100]})"
             ) from error
 
-    def _ask(self, key: str, call: Callable[[], Result]) -> Result:
+    def _ask(self, key: str, call: Callable[[], Result], problem: str = "") -> Result:
         answer, half = self.lane.begin(call), self.answer_seconds / 2
         try:
             with suppress(TimeoutError):  # this half may have gone by while all processes were suspended together
                 return answer.result(half)
             return answer.result(half)
         except TimeoutError:
+            if problem:
+                raise self.error(f"{problem}, for {self.answer_seconds:.0f} s, at {self.name}") from None
             when, cause = "", f"is suspended or cannot be reached (no word for {self.answer_seconds:.0f} s"
         except RuntimeError as error:
             when, cause = " any more", f"ended without a message, or cannot be reached ({str(error).splitlines()[0]}"

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -17,7 +18,6 @@ from megalite.config import ParallelConfig
 from megalite.config.monitoring import WatchdogConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.lifecycle.failure import report
-from megalite.mailbox import Mailbox
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -27,6 +27,9 @@ from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import MEETING, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
+
+if TYPE_CHECKING:
+    from megalite.mailbox import Mailbox
 
 
 def locate(parallel: ParallelConfig, place: Place) -> ParallelMesh:
@@ -80,6 +83,7 @@ def connect_ranks(
         watch(None)
         return
     from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
+    from megalite.mailbox import Mailbox
 
     if dist.is_initialized():
         watch(Mailbox(torch_internals.default_store(), place.world_size, timeout.total_seconds()))
@@ -89,9 +93,8 @@ def connect_ranks(
         rendezvous.wait_for_all_ranks(mailbox, place, timeout.total_seconds(), partial(watch, mailbox))
         backend = _backend(parallel, mesh)
         try:
-            dist.init_process_group(
-                backend, store=mailbox.store, rank=place.rank, world_size=place.world_size, timeout=timeout
-            )
+            store = mailbox.store
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             _compare(description, mesh)
         except RuntimeError as error:
             if "oo many open files" in str(error):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
     port, process = server
     mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 2, 1.0, "the store", "rank 0", RendezvousError)
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(mailbox.get, "a word", 30.0, "rank 0 is silent")
+        waiting = threads.submit(mailbox.wait, ["a word"], 30.0)
         time.sleep(0.2)
         os.kill(process, number)
         try:
@@ -86,6 +87,16 @@ def test_a_store_that_goes_while_a_rank_waits_is_an_error_in_time(
         finally:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)  # ends a wait that has no limit
+
+
+def test_a_text_is_waited_for_without_asking_again() -> None:
+    store = HashStore()
+    mailbox = Mailbox(SimpleNamespace(get=store.get, wait=store.wait), 2, 10.0)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(mailbox.get, "word", 10.0, "no word")
+        time.sleep(0.1)
+        store.set("word", "text")
+        assert waiting.result(5.0) == "text"
 
 
 def _look(port: int, said: Connection) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from megalite.errors import CommunicationError
 from megalite.lifecycle.rendezvous import connect
 from megalite.process.place import Place
 from megalite.small_files import parse_json
@@ -56,8 +57,9 @@ class RollCall:
     def receive(self, subject: str, more_seconds: float = 0.0) -> Any:
         """Return the value that rank 0 sends, after it has waited for all. Raises CommunicationError if none comes."""
         limit = self.limit(self.patience + more_seconds, haste=4 * _HASTE)
-        problem = "rank 0, which would give the verdict, does not answer"
-        return self._mailbox.parsed(subject, self._mailbox.get(subject, math.inf, problem, limit), parse_json)
+        if not self._mailbox.wait([subject], math.inf, limit):
+            raise CommunicationError("rank 0, which would give the verdict, does not answer")
+        return self._mailbox.parsed(subject, self._mailbox.look(subject) or "", parse_json)
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
         """Return a function that tells whether the time is up, counted from now; `stopping` leaves at most `haste`

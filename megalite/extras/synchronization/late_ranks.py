@@ -221,7 +221,7 @@ class LateRanksTrainer(Trainer):
             seconds = _LONGEST if timeout is None else timeout.total_seconds()
             where, prefix = f"the store of the ranks ({_FLAG})", f"late ranks {name}/"
             mailbox = Mailbox(default_store(), mesh.world_size, seconds, where, prefix=prefix)
-            self.board = Board(mailbox.clone())  # a decision may come late: nothing else waits for it
+            self.board = Board(mailbox.clone())  # waits for decisions
 
     def _check(self) -> None:
         """Raise ConfigurationError if data-parallel ranks meet within a micro-batch, or the loss has several terms."""

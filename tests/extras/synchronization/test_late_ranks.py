@@ -364,7 +364,7 @@ def test_a_decision_that_does_not_come_is_an_error() -> None:
     decisions = board()
     with pytest.raises(
         CommunicationError,
-        match=r"the decision of pipeline 1 on micro-batch 3 in step 2 .* did not come, for 0 s, at the store",
+        match=r"^the decision of pipeline 1 on micro-batch 3 in step 2 .* did not come, for 0 s, at the store$",
     ):
         decisions.decided(2, 1, 3)
 
