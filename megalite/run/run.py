@@ -39,8 +39,8 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
+    from megalite.mailbox import Mailbox
     from megalite.run.copies import Copies
-    from megalite.torch_internals import Store
 
 
 class Run:
@@ -89,8 +89,8 @@ class Run:
             record_memory_history(config.profiling, place.rank)
         with ExitStack() as stack:
 
-            def watch(store: Store | None) -> bool:
-                watchdog = run_watchdog(config.watchdog, config.parallel, sections, place, self.directory, store)
+            def watch(mailbox: Mailbox | None) -> bool:
+                watchdog = run_watchdog(config.watchdog, config.parallel, sections, place, self.directory, mailbox)
                 return watchdog is not None and stack.enter_context(watchdog).linked
 
             with sections(MEETING):

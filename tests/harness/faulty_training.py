@@ -184,12 +184,15 @@ def in_rendezvous() -> None:
         reach("connected")
         wait_for_all_ranks(*arguments)
 
-    def disturbed_wait(store: Any, place: Any, seconds: float) -> str:
+    def disturbed_wait(mailbox: Any, place: Any, seconds: float) -> str:
         reach("came")
-        while any(fault.phase == "meeting" for fault in FAULTS) and store.add(rendezvous._CAME, 0) < place.world_size:
+        ranks = range(place.world_size)
+        while any(fault.phase == "meeting" for fault in FAULTS) and len(
+            mailbox.gather(rendezvous._CAME, ranks, 0.0)
+        ) < len(ranks):
             time.sleep(0.01)
         reach("meeting")
-        return wait_for_all(store, place, seconds)
+        return wait_for_all(mailbox, place, seconds)
 
     rendezvous.wait_for_all_ranks, rendezvous._wait_as_host = disturbed_wait_for_all_ranks, disturbed_wait
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from megalite.errors import EXIT_RESUMABLE
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, MegaliteError
 from megalite.extras.recovery import board
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
@@ -130,7 +130,7 @@ def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -
         os.environ.clear()
         os.environ.update(first.hello["environment"])
         _call_store(lines, first)
-    except (Ended, RuntimeError):
+    except (Ended, CommunicationError):
         pass
     except BaseException:
         traceback.print_exc()
@@ -139,12 +139,11 @@ def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -
 
 
 def _call_store(lines: Lines, first: Launched) -> None:
-    from megalite.errors import MegaliteError
     from megalite.lifecycle.rendezvous import connect
 
     try:
-        store = connect(first.place, first.hello["meeting_seconds"], "warm")
+        mailbox = connect(first.place, first.hello["meeting_seconds"], "warm")
     except MegaliteError as error:
         lines.send({"failed": error.exit_code, "error": str(error)})
         return
-    board.serve(lines, store)
+    board.serve(lines, mailbox, first.place.world_size // (first.place.local_world_size or 1))
