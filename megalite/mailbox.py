@@ -110,6 +110,7 @@ class Mailbox:
             ) from error
 
     def _ask(self, key: str, call: Callable[[], Result], problem: str = "") -> Result:
+        """Make a request within the time limit. `problem`: what else it means if no answer comes, for the message."""
         answer, half = self.lane.begin(call), self.answer_seconds / 2
         try:
             with suppress(TimeoutError):  # this half may have gone by while all processes were suspended together
