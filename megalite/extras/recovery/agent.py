@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE
-from megalite.extras.recovery import board
-from megalite.extras.recovery.forks import Launched, fork_board, fork_rank, record_of
+from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
+from megalite.extras.recovery.notices import Notices
 from megalite.extras.recovery.preload import preload
 from megalite.process.host import host_name
 from megalite.process.place import Place, ranks_text
@@ -61,8 +61,7 @@ class Agent:
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._wait(_COMING_SECONDS, self._leave)
         self._state = "waiting"
-        self._board: Lines | None = None
-        self._board_process = 0
+        self._notices: Notices | None = None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -199,18 +198,18 @@ class Agent:
         for number in self._memory.keys() - self._ranks.keys():  # the launcher has numbered the ranks anew
             for descriptor in self._memory.pop(number):
                 os.close(descriptor)
-        self._board, self._board_process = fork_board(self._first, self._baseline)
-        self._on_read(self._board, self._read_board)
+        self._notices = Notices(self._first, self._baseline)
+        self._on_read(self._notices, self._read_board)
         self._state = "connecting"
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
-        assert self._board is not None
+        assert self._notices is not None
         try:
-            messages = self._board.receive()
+            messages = self._notices.receive()
         except Ended:
-            self._selector.unregister(self._board)
+            self._selector.unregister(self._notices)
             self._lose_board()
             return
         for message in messages:
@@ -218,10 +217,8 @@ class Agent:
                 self._meet()
             elif "failed" in message:
                 self._end_all({"end": message["failed"], "error": message["error"], "local": True})
-            else:
-                kind, number = board.kind(message["seen"]), int(message["seen"].partition("/")[0])
-                if number == self._generation:
-                    _HANDLERS[kind](self, message["value"])
+            elif message.get("generation") == self._generation:
+                _HANDLERS[message["kind"]](self, message["value"])
 
     def _lose_board(self) -> None:
         if self._state != "left":
@@ -229,36 +226,31 @@ class Agent:
             self._end_all({"end": EXIT_RESUMABLE, "error": why, "local": True})
 
     def _close_board(self) -> None:
-        if self._board is not None:
+        if self._notices is not None:
             with suppress(KeyError):
-                self._selector.unregister(self._board)
-            self._board.close()
-            self._board = None
-        if self._board_process:
-            with suppress(ProcessLookupError):
-                os.kill(self._board_process, signal.SIGKILL)
-            os.waitpid(self._board_process, 0)
-            self._board_process = 0
-
-    def _ask(self, **message: Any) -> None:
-        if self._board is not None:
-            self._board.send(message)
+                self._selector.unregister(self._notices)
+            self._notices.close()
+            self._notices = None
 
     def _watch(self, kind: str) -> None:
-        self._ask(watch=f"{self._generation}/{kind}")
+        if self._notices is not None:
+            self._notices.watch(self._generation, kind)
 
     def _first_word(self, kind: str, value: Message) -> None:
         """Write a notice, of which the first one counts."""
-        self._ask(first=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.first(self._generation, kind, value)
 
     def _add(self, kind: str, value: Any) -> None:
-        self._ask(add=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.add(self._generation, kind, value)
 
     # ------------------------------------------------------------------------------------------------ meeting
 
     def _meet(self) -> None:
         """Tell which ranks are here, for the next generation."""
-        self._ask(forget=f"{self._generation}/")
+        if self._notices is not None:
+            self._notices.forget(self._generation)
         self._generation += 1
         self._state, self._verdict = "meeting", None
         self._came, self._finished = set(), set()
