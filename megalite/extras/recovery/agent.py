@@ -16,24 +16,25 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE
-from megalite.extras.recovery import board
-from megalite.extras.recovery.forks import Launched, fork_board, fork_rank, record_of
+from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE
+from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
+from megalite.extras.recovery.notices import Notices
 from megalite.extras.recovery.preload import preload
 from megalite.process.host import host_name
+from megalite.process.output import require_streams
 from megalite.process.place import Place, ranks_text
 from megalite.process.signals import STOP_SIGNALS
 
 _MEMORY_FILES_OF_A_RANK = 4
 _WITHOUT_PROGRESS = 3
-"""Generations that begin after the same step, one after the other, after which the run is given up."""
+"""Generations after which the run is given up: all begun after the same step, or in a row and none begun."""
 _GRACE_SECONDS = 0.5  # for other ranks to say why, after one has ended with an exit code
 _LAST_SECONDS = 60.0  # for the ranks of a run that ends on purpose
 _MEETING_SECONDS = 60.0  # for the other agents, which have learned of the end of a generation
@@ -61,8 +62,7 @@ class Agent:
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._wait(_COMING_SECONDS, self._leave)
         self._state = "waiting"
-        self._board: Lines | None = None
-        self._board_process = 0
+        self._notices: Notices | None = None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -73,13 +73,21 @@ class Agent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._begun: int | None = None
-        self._history: list[tuple[int, str]] = []
+        self._history: list[tuple[int | None, str]] = []
         self._why, self._failed_at = "", 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
     def run(self) -> None:
         """Run until the launcher has ended, or has nothing more for this agent to do."""
+        try:
+            self._handle_events()
+        except Exception:
+            self._tell_defect(traceback.format_exc())
+        self._kill_all()
+        self._close_board()
+
+    def _handle_events(self) -> None:
         while not self._over:
             left = None if self._deadline is None else max(self._deadline[0] - time.monotonic(), 0.0)
             for key, _ in self._selector.select(left):
@@ -88,8 +96,18 @@ class Agent:
             if self._deadline is not None and time.monotonic() >= self._deadline[0]:
                 (_, action), self._deadline = self._deadline, None
                 action()
-        self._kill_all()
-        self._close_board()
+
+    def _tell_defect(self, trace: str) -> None:
+        """End the run because of an error of the agent itself, which has no output of its own."""
+        with suppress(Exception):
+            self._end_all(
+                {
+                    "end": EXIT_INTERNAL,
+                    "error": f"the agent of {host_name()}'s ranks has a defect, and they end with it: please report "
+                    f"this\n{trace}",
+                    "local": True,
+                }
+            )
 
     def _on_read(self, what: Any, action: Callable[[], None]) -> None:
         self._selector.register(what, selectors.EVENT_READ, action)
@@ -106,7 +124,8 @@ class Agent:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if not is_own(connection) or self._state == "left":  # it tries again, and may start an agent then
+        ending = self._state == "left" or any(rank.ended for rank in self._ranks.values())
+        if ending or not is_own(connection):  # it tries again, and may start an agent then
             connection.close()
             return
         lines = Lines(connection)
@@ -199,18 +218,18 @@ class Agent:
         for number in self._memory.keys() - self._ranks.keys():  # the launcher has numbered the ranks anew
             for descriptor in self._memory.pop(number):
                 os.close(descriptor)
-        self._board, self._board_process = fork_board(self._first, self._baseline)
-        self._on_read(self._board, self._read_board)
+        self._notices = Notices(self._first, self._baseline)
+        self._on_read(self._notices, self._read_board)
         self._state = "connecting"
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
-        assert self._board is not None
+        assert self._notices is not None
         try:
-            messages = self._board.receive()
+            messages = self._notices.receive()
         except Ended:
-            self._selector.unregister(self._board)
+            self._selector.unregister(self._notices)
             self._lose_board()
             return
         for message in messages:
@@ -218,10 +237,8 @@ class Agent:
                 self._meet()
             elif "failed" in message:
                 self._end_all({"end": message["failed"], "error": message["error"], "local": True})
-            else:
-                kind, number = board.kind(message["seen"]), int(message["seen"].partition("/")[0])
-                if number == self._generation:
-                    _HANDLERS[kind](self, message["value"])
+            elif message.get("generation") == self._generation:
+                _HANDLERS[message["kind"]](self, message["value"])
 
     def _lose_board(self) -> None:
         if self._state != "left":
@@ -229,36 +246,31 @@ class Agent:
             self._end_all({"end": EXIT_RESUMABLE, "error": why, "local": True})
 
     def _close_board(self) -> None:
-        if self._board is not None:
+        if self._notices is not None:
             with suppress(KeyError):
-                self._selector.unregister(self._board)
-            self._board.close()
-            self._board = None
-        if self._board_process:
-            with suppress(ProcessLookupError):
-                os.kill(self._board_process, signal.SIGKILL)
-            os.waitpid(self._board_process, 0)
-            self._board_process = 0
-
-    def _ask(self, **message: Any) -> None:
-        if self._board is not None:
-            self._board.send(message)
+                self._selector.unregister(self._notices)
+            self._notices.close()
+            self._notices = None
 
     def _watch(self, kind: str) -> None:
-        self._ask(watch=f"{self._generation}/{kind}")
+        if self._notices is not None:
+            self._notices.watch(self._generation, kind)
 
     def _first_word(self, kind: str, value: Message) -> None:
         """Write a notice, of which the first one counts."""
-        self._ask(first=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.first(self._generation, kind, value)
 
     def _add(self, kind: str, value: Any) -> None:
-        self._ask(add=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.add(self._generation, kind, value)
 
     # ------------------------------------------------------------------------------------------------ meeting
 
     def _meet(self) -> None:
         """Tell which ranks are here, for the next generation."""
-        self._ask(forget=f"{self._generation}/")
+        if self._notices is not None:
+            self._notices.forget(self._generation)
         self._generation += 1
         self._state, self._verdict = "meeting", None
         self._came, self._finished = set(), set()
@@ -288,13 +300,15 @@ class Agent:
         """Return how it goes on, once all have come."""
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
-        latest = self._history[-_WITHOUT_PROGRESS:]
-        if len(latest) == _WITHOUT_PROGRESS and len({step for step, _ in latest}) == 1:
-            first = self._generation - _WITHOUT_PROGRESS
-            told = "; ".join(f"generation {first + i}: {why}" for i, (_, why) in enumerate(latest))
-            step = latest[0][0]
-            why = f"{_WITHOUT_PROGRESS} generations in a row began after step {step} and failed: {told}"
-            return {"end": EXIT_FATAL, "error": why}
+        ended = list(enumerate(self._history, start=1))
+        begun = [(number, end) for number, end in ended if end[0] is not None]
+        for latest in (begun[-_WITHOUT_PROGRESS:], ended[-_WITHOUT_PROGRESS:]):
+            steps = {step for _, (step, _) in latest}
+            if len(latest) == _WITHOUT_PROGRESS and len(steps) == 1:
+                step = steps.pop()
+                where = "ended before they began to train" if step is None else f"began after step {step} and failed"
+                told = "; ".join(f"generation {number}: {why}" for number, (_, why) in latest)
+                return {"end": EXIT_FATAL, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
         return {"begin": True}
 
     def _see_roster(self, value: Message) -> None:
@@ -421,17 +435,8 @@ class Agent:
             self._leave_together(self._verdict)
             return
         if self._decides:
-            self._history.append((self._step_of_generation(), self._verdict["failed"]))
+            self._history.append((self._begun, self._verdict["failed"]))
         self._meet()
-
-    def _step_of_generation(self) -> int:
-        """Return the step after which the generation began, or would have begun."""
-        if self._begun is not None:
-            return self._begun
-        try:
-            return int((Path(self._first.hello["save"]) / "latest_checkpointed_iteration.txt").read_text()[:20])
-        except (OSError, ValueError):
-            return 0
 
     def _kill(self, rank: Launched) -> None:
         if rank.process:
@@ -511,6 +516,7 @@ _HANDLERS: dict[str, Callable[[Agent, Any], None]] = {
 
 def command() -> None:
     """Run the agent. Arguments: the descriptor of the socket that listens, and the process ID of the launcher."""
+    require_streams()  # ranks write to them, though the launcher may have closed those of the agent
     descriptor, launcher = map(int, sys.argv[1:])
     for stop in STOP_SIGNALS:  # SLURM sends them to every process of a step; a rank has handlers of its own
         signal.signal(stop, lambda *_: None)

@@ -50,7 +50,7 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     """
     reading, writing = os.pipe()
     hello = rank.hello
-    generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing)
+    generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing, process=0)
     environment = _variables(rank, number)
     if files:
         environment[MEMORY_FILES] = ",".join(map(str, files))

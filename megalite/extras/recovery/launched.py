@@ -47,6 +47,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
         CommunicationError: the agent cannot be reached.
     """
     began = time.monotonic()
+    _open_streams()
     config = resolve(config, place.world_size, place.local_world_size)
     require_load(config.checkpoint)
     _require(place)
@@ -77,6 +78,13 @@ def run_warm(config: RunConfig, place: Place) -> int:
     return _follow(lines, reading, place, Path(save) / STOP, hello["stop"])
 
 
+def _open_streams() -> None:
+    """Have standard input, output and error lead nowhere where they are closed: ranks get them by their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 def _require(place: Place) -> None:
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
@@ -98,6 +106,8 @@ def _program() -> dict[str, Any]:
 def _launcher() -> int:
     """Return the ID of the process that started the ranks of this node."""
     names = ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else [name for name in RANK_VARIABLES if name in os.environ]
+    if not names:  # a shell has started a process alone, which may outlive it
+        return os.getpid()
     return launcher_process(names) or os.getpid()
 
 

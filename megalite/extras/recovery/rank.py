@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE
@@ -52,6 +53,7 @@ def run_rank(hello: Mapping[str, Any], generation: Generation, environment: Mapp
         environment: variables in place of the launcher's.
     """
     code = EXIT_INTERNAL
+    generation = replace(generation, process=os.getpid())
     try:
         os.setpgid(0, 0)
         _take_signals(hello["ignored"], generation)

@@ -30,7 +30,7 @@ FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
 HEADER = 4096
 """Size in bytes of the header, with the room behind it up to the next page."""
-_FIELDS = struct.Struct("<8s32sQQQI")
+_FIELDS = struct.Struct("<8s32sQQQQI")
 _MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
 
 
@@ -41,6 +41,8 @@ class Header:
     identity: bytes
     """Digest of the run and the rank that the copy is of; see `identity`."""
     step: int
+    mark: int
+    """Random number of the start of the ranks that took it: other starts may have another state at the same step."""
     start: int
     """Position of the first byte of the manifest."""
     stop: int
@@ -49,7 +51,7 @@ class Header:
     """CRC-32 of the manifest."""
 
     def to_bytes(self) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.start, self.stop, self.checksum)
+        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.mark, self.start, self.stop, self.checksum)
         return fields + zlib.crc32(fields).to_bytes(4, "little")
 
     @staticmethod
@@ -190,10 +192,10 @@ def _blocks(values: Tensor) -> Iterator[memoryview]:
         yield data[start : start + manifest.BLOCK]
 
 
-def seal(slot: Slot, whose: bytes, parts: Sequence[TensorBox], described: Manifest) -> Header:
+def seal(slot: Slot, whose: bytes, mark: int, parts: Sequence[TensorBox], described: Manifest) -> Header:
     """Make the bytes of the parts, which are in the slot, a copy: with checksums and manifest, and then the header.
 
-    `described`: a manifest with the training state and the configuration.
+    `whose`, `mark`: see `Header`. `described`: a manifest with the training state and the configuration.
     """
     ranges = byte_ranges(parts)
     sums = [checksums_of(slot.memory[where.start : where.stop]) for where in ranges]
@@ -202,6 +204,6 @@ def seal(slot: Slot, whose: bytes, parts: Sequence[TensorBox], described: Manife
     if start + len(text) > len(slot.memory):
         raise MegaliteError(f"the manifest of a copy in memory has grown to {len(text)} bytes: please report it")
     os.pwrite(slot.descriptor, text, start)
-    header = Header(whose, described.training.iteration, start, start + len(text), zlib.crc32(text))
+    header = Header(whose, described.training.iteration, mark, start, start + len(text), zlib.crc32(text))
     slot.commit(header)
     return header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.campaign import RANKS, Campaign
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Start
+from tests.end_to_end.campaign import RANKS, STEPS, Campaign
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Start, iterations
 from tests.extras.recovery import processes
 from tests.extras.recovery.processes import agents, agents_at, kill, no_orphans, until
 from tests.harness.fault import Fault
@@ -30,14 +31,22 @@ def restarts(job: Job) -> list[str]:
     return re.findall(r"^generation \d+: .*", job.stdout(0), re.M)
 
 
-def disturb(campaign: Campaign, *faults: Fault, code: int = 85, hangs: bool = False) -> list[str]:
-    """Start the run with faults; return what is said of restarts."""
+def disturb(
+    campaign: Campaign,
+    *faults: Fault,
+    code: int = 85,
+    hangs: bool = False,
+    save_interval: int = 1,
+    more: tuple[str, ...] = (),
+) -> list[str]:
+    """Start the run with faults; return what is said of restarts. `more`: flags beside --warm-restart."""
     with campaign.start(
         ";".join(map(str, faults)),
         steps=6,
         least_seconds=2.0 if hangs else 60.0,
         longest_seconds=8.0 if hangs else 120.0,
-        more=WARM,
+        save_interval=save_interval,
+        more=(*WARM, *more),
     ) as job:
         until(lambda: agents(job), "no agent")
         tree = agents(job)
@@ -71,6 +80,15 @@ def test_a_run_goes_on_after_the_death_of_a_rank(fault: Fault, tmp_path: Path) -
     how = {"kill": "was killed by SIGKILL", "crash": "was killed by SIGSEGV", "exit": "ended with exit code 1"}
     expected = f"generation 2: rank {fault.rank} on {os.uname().nodename} {how.get(fault.kind, '')}"
     assert said.startswith(expected) or fault.kind == "defect", said
+    campaign.assert_unbroken()
+
+
+def test_a_run_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
+    """Nothing is on disk when the rank dies."""
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    every = ("--memory-checkpoint-interval", "1")
+    (said,) = disturb(campaign, Fault("backward", 2, 4, "kill"), save_interval=STEPS, more=every)
+    assert re.search(r"; went on after step [123], ", said), said
     campaign.assert_unbroken()
 
 
@@ -193,6 +211,14 @@ def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "STOP").touch()
     assert job.wait(30.0) == [85, 85], job.stderr(0)
+
+
+def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path) -> None:
+    flags = [*MOCK, *GPT2, "--train-iters", "2", "--save", str(tmp_path / "run"), "--resume", "auto", "--warm-restart"]
+    command = shlex.join([sys.executable, str(PRETRAIN), *flags])
+    subprocess.run(["sh", "-c", f"nohup {command} <&- >&- 2>&- &"], check=True)
+    until((tmp_path / "run" / "DONE").exists, "the run has not finished")
+    assert iterations(tmp_path / "run") == [1, 2]
 
 
 def test_one_process_alone_goes_on(start: Start, tmp_path: Path) -> None:
