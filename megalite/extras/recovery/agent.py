@@ -120,6 +120,7 @@ class Agent:
         self._over = True
 
     def _accept(self) -> None:
+        """Let a process of the launcher connect, unless one of an earlier attempt has still to be told its end."""
         try:
             connection, _ = self._listener.accept()
         except OSError:

@@ -224,7 +224,7 @@ class Copies:
             return f"and twice on its partner, rank {self._links.partner}"
         why = "they need nodes with equal numbers of ranks, and two of them"
         if not self._replaced:
-            why = "this launcher replaces no lost node (torchrun --max-restarts does)"
+            why = "this launcher replaces no lost node"
         return f"without partners, as {why}: a lost node costs the steps since the last checkpoint on disk"
 
     def _regions(self, trainer: Trainer) -> list[Region]:

@@ -333,7 +333,7 @@ def refused(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
 
 
 def test_copies_that_a_host_has_no_room_for_are_refused(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
-    """Where nobody has asked for an interval, none are taken."""
+    """Copies are not taken either where nobody has asked for an interval."""
     files = memory(2)
     for text in rank_pools(2).run(refused, files, ["a", "b"], tmp_path):
         assert text.startswith("host a: copies in memory need 0.00 GiB")
