@@ -48,15 +48,18 @@ def run_warm(config: RunConfig, place: Place) -> int:
     """
     began = time.monotonic()
     _open_streams()
-    config = resolve(config, place.world_size, place.local_world_size)
+    ranks = config.recovery.ranks_that_train(place.world_size, place.local_world_size)
+    config = resolve(config, ranks, place.local_world_size)
     require_load(config.checkpoint)
-    _require(place)
+    place.require_servers(ranks - config.synchronization.workers(ranks))
+    _require(place, config.recovery.spare_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
         "place": asdict(place),
         "save": save,
         "copies": config.recovery.memory_checkpoint_interval != 0,
+        "spare_nodes": config.recovery.spare_nodes,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
@@ -85,13 +88,18 @@ def _open_streams() -> None:
     os.close(descriptor)
 
 
-def _require(place: Place) -> None:
+def _require(place: Place, spare_nodes: int) -> None:
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
     if place.world_size > 1 and place.local_world_size is None:
         raise ConfigurationError(
             "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
             "LOCAL_WORLD_SIZE on every rank"
+        )
+    if spare_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
+        raise ConfigurationError(
+            f"--spare-nodes {spare_nodes}: rank {place.rank} has the local rank {place.local_rank} of "
+            f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"
         )
 
 

@@ -1,0 +1,118 @@
+"""Spare nodes take the place of nodes that are lost or sick: the run is, to the bit, one that was not disturbed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, metrics, words
+from tests.extras.recovery.nodes import RANKS, nodes
+from tests.extras.recovery.processes import kill, until
+from tests.harness.job import Job
+
+STEPS = 80
+FLAGS = (
+    *MOCK, *GPT2, *words("--use-distributed-optimizer --global-batch-size 8 --eval-iters 0 --lr-decay-style constant"),
+    *words(f"--train-iters 1000 --exit-interval {STEPS}"),
+)  # fmt: skip
+WARM = words("--resume auto --warm-restart --memory-checkpoint-interval 1 --spare-nodes 1")
+
+
+def warm(folder: Path, *more: object) -> list[object]:
+    return [*FLAGS, "--save", folder / "run", *WARM, *more]
+
+
+def steps(folder: Path) -> int:
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def assert_undisturbed(folder: Path, ranks: int) -> None:
+    with Job([PRETRAIN, *FLAGS, "--save", folder / "whole"], ranks, folder / "job") as job:
+        assert job.wait() == [85] * ranks, job.stderr(0)
+    assert metrics(folder / "run") == metrics(folder / "whole")
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
+        until(lambda: steps(tmp_path) >= 10, "no step", 90.0)
+        assert "spare nodes: n2" in first.said()
+        (children,) = spare.tree.values()
+        assert len(children) == 2  # no ranks
+        done, lost_at = steps(tmp_path), time.monotonic()
+        second.lose()
+        first.wait_for("\ngeneration 2: ")
+        print(f"{time.monotonic() - lost_at:.1f} s from the loss of the node to the next generation")
+        print([line for line in first.said().splitlines() if "generation 2" in line])
+        assert first.launcher.wait(90) == 85, first.said()
+        assert spare.launcher.wait(90) == 85, spare.said()
+    said = first.said()
+    assert "n2 takes the place of n1 (ranks 2, 3), which is lost; went on after step " in said
+    assert "rank 2's from its partner, rank 0" in said
+    went_on = int(said.partition("went on after step ")[2].partition(",")[0])
+    assert went_on >= done - 1
+    assert_undisturbed(tmp_path, 2 * RANKS)
+
+
+def test_a_second_loss_ends_the_run(tmp_path: Path) -> None:
+    """There is one spare node."""
+    with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
+        until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
+        second.lose()
+        first.wait_for("\ngeneration 2: ")
+        spare.lose()
+        assert first.launcher.wait(60) == 85, first.said()
+    assert "error: ranks 2, 3 cannot start: n2 is lost, and no spare node is left (" in first.said(), first.said()
+
+
+def test_a_spare_node_is_lost_before_it_is_needed(tmp_path: Path) -> None:
+    with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
+        until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
+        spare.lose()
+        first.wait_for("spare node n2 does not answer any more; spare nodes: none is left")
+        done = steps(tmp_path)
+        until(lambda: steps(tmp_path) > done, "no step")
+        second.lose()
+        assert first.launcher.wait(60) == 85, first.said()
+    assert "error: ranks 2, 3 cannot start: n1 is lost, and no spare node is left (" in first.said(), first.said()
+
+
+def test_a_node_on_which_ranks_fail_twice_is_replaced(tmp_path: Path) -> None:
+    with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
+        for generation, rank in ((2, 2), (3, 3)):
+            before = steps(tmp_path)
+            until(lambda least=before: steps(tmp_path) > least + 2, "no step", 90.0)  # type: ignore[misc]
+            ((_, *ranks),) = second.tree.values()
+            kill(ranks[rank - 1])
+            first.wait_for(f"\ngeneration {generation}: rank {rank} on n1 was killed by SIGKILL")
+        assert "n2 takes the place of n1 (ranks 2, 3), on which ranks have failed twice in a row" in first.said()
+        ((_, *ranks),) = second.tree.values()
+        assert len(ranks) == 1  # it waits now
+        assert first.launcher.wait(60) == 85, first.said()
+        assert [node.launcher.wait(60) for node in (second, spare)] == [85, 85]
+    assert_undisturbed(tmp_path, 2 * RANKS)
+
+
+def test_a_run_ends_with_the_node_of_rank_0(tmp_path: Path) -> None:
+    with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
+        until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
+        first.lose()
+        assert [node.launcher.wait(60) for node in (second, spare)] == [85, 85]
+    assert "error: the store through which the agents of all nodes meet cannot be reached any more" in second.said()
+
+
+def test_a_node_that_stood_still_becomes_a_spare_one(tmp_path: Path) -> None:
+    with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 100000)) as (first, second, spare):
+        until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
+        second.lose(signal.SIGSTOP)
+        first.wait_for("\ngeneration 2: ")
+        second.lose(signal.SIGCONT)
+        until(lambda: [len(children) for children in second.tree.values()] == [2], "it trains, or has ended")
+        before = steps(tmp_path)
+        until(lambda: steps(tmp_path) > before, "no step")
+        spare.lose()
+        first.wait_for("\ngeneration 3: ")
+        assert "n1 takes the place of n2 (ranks 2, 3), which is lost" in first.said()
