@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megalite
+from megalite.config.recovery import RecoveryConfig
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.recovery import launched
@@ -27,6 +28,7 @@ SAVED = "--save run --resume auto"
         ("--warm-restart", "--warm-restart needs --save, the run directory"),
         ("--warm-restart --save s3://bucket/run --resume auto", "--warm-restart needs a --save that is a folder"),
         (f"--memory-checkpoint-interval 2 {SAVED}", "--memory-checkpoint-interval needs --warm-restart"),
+        (f"--spare-nodes 1 {SAVED}", "--spare-nodes needs --warm-restart"),
     ],
 )
 def test_a_relation_that_does_not_hold_is_refused(flags: str, expected: str) -> None:
@@ -37,6 +39,27 @@ def test_a_launcher_that_does_not_count_the_ranks_of_a_node_is_refused(monkeypat
     config = config_of(f"--warm-restart {SAVED}")
     with pytest.raises(ConfigurationError, match="set LOCAL_WORLD_SIZE on every rank"):
         launched.run_warm(config, Place(0, 0, 2, None, "localhost", 1))
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (Place(0, 0, 4, None, "localhost", 1), "set LOCAL_WORLD_SIZE on every rank"),
+        (Place(0, 0, 4, 2, "localhost", 1), "has started 4 ranks, 2 on this node: start at least 3 nodes"),
+        (Place(0, 0, 8, 3, "localhost", 1), "with equal numbers of ranks"),
+        (Place(1, 0, 6, 2, "localhost", 1), "rank 1 has the local rank 0 of 2: start the ranks of each node one after"),
+    ],
+)
+def test_nodes_that_cannot_have_spare_ones_are_refused(place: Place, expected: str) -> None:
+    config = config_of(f"--warm-restart --spare-nodes 2 {SAVED}")
+    with pytest.raises(ConfigurationError, match=expected):
+        launched.run_warm(config, place)
+
+
+def test_spare_nodes_do_not_count_among_the_ranks() -> None:
+    recovery = config_of(f"--warm-restart --spare-nodes 2 {SAVED}").recovery
+    assert recovery.ranks_that_train(40, 8) == 24
+    assert RecoveryConfig().ranks_that_train(3, None) == 3
 
 
 def test_a_program_of_ones_own_is_refused() -> None:

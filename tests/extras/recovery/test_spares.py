@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megalite.extras.recovery.spares import Seats
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, metrics, words
 from tests.extras.recovery.nodes import RANKS, nodes
-from tests.extras.recovery.processes import kill, until
+from tests.extras.recovery.processes import children_of, kill, until
 from tests.harness.job import Job
 
 STEPS = 80
@@ -36,6 +37,38 @@ def assert_undisturbed(folder: Path, ranks: int) -> None:
     assert metrics(folder / "run") == metrics(folder / "whole")
 
 
+def test_seats_of_lost_nodes_are_taken_first_and_by_nodes_that_are_well() -> None:
+    seats = Seats(nodes=6, spare=3)
+    assert (seats.nodes, seats.free, seats.fill()) == ([0, 1, 2], [3, 4, 5], [])
+    seats.fail(1)
+    seats.fail(1)  # twice in a row: it is sick
+    seats.absent.add(2)
+    seats.absent.add(3)
+    assert seats.fill() == [(2, 2, False), (1, 1, True)]
+    assert (seats.nodes, seats.free, seats.missing) == ([0, 5, 4], [1], [])
+    seats.fail(5)
+    seats.fail(None)  # a peer of the rank has failed
+    seats.fail(5)
+    seats.fail(4)
+    seats.fail(4)
+    assert seats.fill() == []  # node 1 is sick, too
+    seats.absent.add(5)
+    assert seats.fill() == [(1, 5, False)]
+    assert (seats.nodes, seats.free) == ([0, 1, 4], [])
+    seats.absent.add(1)
+    assert (seats.fill(), seats.missing) == ([], [1])
+    seats.absent.discard(3)  # it is back
+    assert seats.fill() == [(1, 1, False)]
+    assert seats.missing == []
+
+
+def test_node_0_keeps_its_seat() -> None:
+    seats = Seats(nodes=3, spare=1)
+    for node in (0, 0, 0):
+        seats.fail(node)
+    assert seats.fill() == []
+
+
 def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 10, "no step", 90.0)
@@ -58,11 +91,12 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
 
 
 def test_a_second_loss_ends_the_run(tmp_path: Path) -> None:
-    """There is one spare node."""
-    with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
+    """There is one spare node. The first one that is lost has only lost a process of its launcher."""
+    with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
-        second.lose()
-        first.wait_for("\ngeneration 2: ")
+        kill(children_of(second.launcher.pid)[1])
+        first.wait_for("\ngeneration 2: rank 3's process of the launcher on n1 has ended")
+        assert second.launcher.wait(30) == 85
         spare.lose()
         assert first.launcher.wait(60) == 85, first.said()
     assert "error: ranks 2, 3 cannot start: n2 is lost, and no spare node is left (" in first.said(), first.said()
