@@ -15,6 +15,7 @@ _ENTRY_POINTS = {
     "data_parallel_speeds": "megalite.extras.planner.device_classes:data_parallel_speeds",
     "device_lines": "megalite.extras.planner.device_plan:device_lines",
     "run_warm": "megalite.extras.recovery.launched:run_warm",
+    "run_program_warm": "megalite.extras.recovery.launched:run_program_warm",
     "generation": "megalite.extras.recovery.generation:generation",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
 }

@@ -50,12 +50,12 @@ def main() -> int:
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
-    if starts_warm:
-        return int(entry_point("run_warm")(arguments.config, place))
     startup = Startup(place)
-    config = resolve(arguments.config, place.world_size, place.local_world_size)
+    config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
-    place.require_servers(place.world_size - config.synchronization.workers(place.world_size))
+    place.require_servers(ranks - config.synchronization.workers(ranks))
+    if starts_warm:
+        return int(entry_point("run_warm")(config, place))
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()

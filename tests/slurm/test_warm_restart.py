@@ -61,7 +61,7 @@ def test_a_rank_that_dies_goes_on_in_the_same_step(training: Training) -> None:
 
 def test_a_spare_node_takes_the_place_of_a_lost_one_within_the_step(training: Training) -> None:
     """Its ranks live on, and must end by themselves, if the node is cut off."""
-    first, second, spare, _ = training.cluster.nodes
+    _, second, spare, _ = training.cluster.nodes
     job = training.submit("--nodes=3", "--no-kill", LAUNCHER="srun", flags=(*WARM, "--spare-nodes", 1))
     training.wait_for_checkpoint(job)
     (training.cluster.fail if training.cluster.namespaces else training.cluster.kill)(second)

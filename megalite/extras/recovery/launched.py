@@ -18,11 +18,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megalite.config import RunConfig
-from megalite.config.near_checkpoints import require_load
-from megalite.config.validate import resolve
+from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.lifecycle.failure import report
@@ -39,8 +37,13 @@ _CONNECTING_SECONDS = 60.0
 _BETWEEN_TRIES = 0.05
 
 
-def run_warm(config: RunConfig, place: Place) -> int:
-    """Have the agent of this node run this rank, until the run ends. Returns the exit code of the program.
+def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> int:
+    """Have the agent of this node run the program of this process, until the run ends. Returns its exit code.
+
+    Args:
+        config: the configuration, which has been checked.
+        place: as the launcher tells it.
+        own_program: the program is no command of megalite.
 
     Raises:
         ConfigurationError: the launcher or the system does not have what a warm restart needs.
@@ -48,10 +51,6 @@ def run_warm(config: RunConfig, place: Place) -> int:
     """
     began = time.monotonic()
     _open_streams()
-    ranks = config.recovery.ranks_that_train(place.world_size, place.local_world_size)
-    config = resolve(config, ranks, place.local_world_size)
-    require_load(config.checkpoint)
-    place.require_servers(ranks - config.synchronization.workers(ranks))
     _require(place, config.recovery.spare_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
@@ -68,6 +67,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
         "environment": dict(os.environ),
         "path": sys.path,
         "ignored": [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+        "own_program": own_program,
         **_program(),
     }
     lines = _connect(_name(launcher, save), launcher)
@@ -109,6 +109,25 @@ def _program() -> dict[str, Any]:
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
     return {"argv": sys.argv, "module": spec.name if spec else None, "file": file and os.path.abspath(file)}
+
+
+def run_program_warm(config: TaskConfig, place: Place) -> NoReturn:
+    """Have the agent run the program from which this is called, and exit with its code when the run ends.
+
+    Raises ConfigurationError if the agent could not run it, or if this process is connected with others.
+    """
+    program = _program()
+    if program["module"] is None and program["file"] is None:
+        raise ConfigurationError(
+            "warm_restart=True needs a program in a file or a module, which ranks run from its start"
+        )
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_available() and distributed.is_initialized():
+        raise ConfigurationError(
+            "warm_restart=True: create the Trainer before anything connects the ranks (torch.distributed."
+            "init_process_group): they run the program from its start, in processes of their own"
+        )
+    sys.exit(run_warm(config, place, own_program=True))
 
 
 def _launcher() -> int:

@@ -58,7 +58,7 @@ class Node:
 
     @property
     def tree(self) -> Tree:
-        """Return the agent of this node, with what it has forked: who calls the store, who tells it lives, the ranks."""
+        """Return the agent of this node with what it has forked: two that call the store, and the ranks."""
         trees, here = agents_at(self.port), {*self._processes()}
         return {agent: children for agent, children in trees.items() if agent in here}
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,7 @@ def test_a_launcher_that_does_not_count_the_ranks_of_a_node_is_refused(monkeypat
 def test_nodes_that_cannot_have_spare_ones_are_refused(place: Place, expected: str) -> None:
     config = config_of(f"--warm-restart --spare-nodes 2 {SAVED}")
     with pytest.raises(ConfigurationError, match=expected):
+        config.recovery.ranks_that_train(place.world_size, place.local_world_size)
         launched.run_warm(config, place)
 
 
@@ -62,15 +65,27 @@ def test_spare_nodes_do_not_count_among_the_ranks() -> None:
     assert RecoveryConfig().ranks_that_train(3, None) == 3
 
 
-def test_a_program_of_ones_own_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="warm_restart"):
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"warm_restart": True}, "warm_restart=... needs Trainer(save=...), the run directory"),
+        ({"warm_restart": True, "spare_nodes": 1}, "spare_nodes=1 changes nothing here"),
+        ({"warm_restart": True, "save": "run"}, "warm_restart=True needs a program in a file or a module"),
+    ],
+)
+def test_a_program_of_ones_own_that_cannot_start_again_is_refused(
+    given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("__spec__", "__file__"):
+        monkeypatch.setattr(sys.modules["__main__"], name, None)
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
         megalite.Trainer(
             torch.nn.Linear(2, 2),
             dataset=[(torch.ones(2), torch.ones(2))],
             loss=torch.nn.functional.mse_loss,
             optimizer=megalite.SGD(lr=0.1),
             micro_batch_size=1,
-            warm_restart=True,
+            **given,
         )
 
 

@@ -69,6 +69,7 @@ def test_node_0_keeps_its_seat() -> None:
     assert seats.fill() == []
 
 
+@pytest.mark.wide
 def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 10, "no step", 90.0)
@@ -90,6 +91,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     assert_undisturbed(tmp_path, 2 * RANKS)
 
 
+@pytest.mark.wide
 def test_a_second_loss_ends_the_run(tmp_path: Path) -> None:
     """There is one spare node. The first one that is lost has only lost a process of its launcher."""
     with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
@@ -102,6 +104,7 @@ def test_a_second_loss_ends_the_run(tmp_path: Path) -> None:
     assert "error: ranks 2, 3 cannot start: n2 is lost, and no spare node is left (" in first.said(), first.said()
 
 
+@pytest.mark.wide
 def test_a_spare_node_is_lost_before_it_is_needed(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
@@ -114,6 +117,7 @@ def test_a_spare_node_is_lost_before_it_is_needed(tmp_path: Path) -> None:
     assert "error: ranks 2, 3 cannot start: n1 is lost, and no spare node is left (" in first.said(), first.said()
 
 
+@pytest.mark.wide
 def test_a_node_on_which_ranks_fail_twice_is_replaced(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path)) as (first, second, spare):
         for generation, rank in ((2, 2), (3, 3)):
@@ -130,6 +134,7 @@ def test_a_node_on_which_ranks_fail_twice_is_replaced(tmp_path: Path) -> None:
     assert_undisturbed(tmp_path, 2 * RANKS)
 
 
+@pytest.mark.wide
 def test_a_run_ends_with_the_node_of_rank_0(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
@@ -138,6 +143,7 @@ def test_a_run_ends_with_the_node_of_rank_0(tmp_path: Path) -> None:
     assert "error: the store through which the agents of all nodes meet cannot be reached any more" in second.said()
 
 
+@pytest.mark.wide
 def test_a_node_that_stood_still_becomes_a_spare_one(tmp_path: Path) -> None:
     with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 100000)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
