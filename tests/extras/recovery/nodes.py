@@ -74,10 +74,10 @@ class Node:
 
 
 @contextmanager
-def nodes(count: int, folder: Path, flags: Sequence[object]) -> Iterator[list[Node]]:
-    """Yield the nodes of a run, and kill what is left of them."""
+def nodes(count: int, folder: Path, flags: Sequence[object], late: int = 0) -> Iterator[list[Node]]:
+    """Yield the nodes of a run, and kill what is left of them. `late`: nodes that the test is to add to the list."""
     port = free_port()
-    started = [Node(number, count, port, folder, list(map(str, flags))) for number in range(count)]
+    started = [Node(number, count, port, folder, list(map(str, flags))) for number in range(count - late)]
     try:
         yield started
     finally:

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.extras.recovery.spares import Seats
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, metrics, words
-from tests.extras.recovery.nodes import RANKS, nodes
+from tests.extras.recovery.nodes import RANKS, Node, nodes
 from tests.extras.recovery.processes import children_of, kill, until
 from tests.harness.job import Job
 
@@ -156,3 +156,22 @@ def test_a_node_that_stood_still_becomes_a_spare_one(tmp_path: Path) -> None:
         spare.lose()
         first.wait_for("\ngeneration 3: ")
         assert "n1 takes the place of n2 (ranks 2, 3), which is lost" in first.said()
+
+
+@pytest.mark.slow
+def test_a_spare_node_may_come_late(tmp_path: Path) -> None:
+    """The others wait a minute, and begin. Meanwhile they have begun again without it, too."""
+    flags = warm(tmp_path, "--exit-interval", 100000)
+    with nodes(3, tmp_path, flags, late=1) as started:
+        first, second = started
+        first.wait_for("spare nodes: none is left", 120.0)
+        until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
+        ((_, _, rank, *_),) = second.tree.values()
+        kill(rank)
+        first.wait_for("\ngeneration 2: ")
+        started.append(Node(2, 3, first.port, tmp_path, list(map(str, flags))))
+        until(lambda: [len(children) for children in started[2].tree.values()] == [2], "it does not wait", 240.0)
+        time.sleep(3.0)
+        second.lose()
+        first.wait_for("\ngeneration 3: ")
+        assert "n2 takes the place of n1 (ranks 2, 3), which is lost" in first.said()
