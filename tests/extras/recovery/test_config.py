@@ -16,7 +16,7 @@ from megalite.config.recovery import RecoveryConfig
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.recovery import launched
-from megalite.process.place import Place
+from megalite.process.place import Place, place_from_environment
 from tests.end_to_end.runs import PRETRAIN
 from tests.unit.test_config_validate import config_of, problems
 
@@ -57,6 +57,15 @@ def test_nodes_that_cannot_have_spare_ones_are_refused(place: Place, expected: s
     with pytest.raises(ConfigurationError, match=expected):
         config.recovery.ranks_that_train(place.world_size, place.local_world_size)
         launched.run_warm(config, place)
+
+
+def test_a_rank_of_a_spare_node_has_the_place_that_its_agent_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher's variables have other numbers."""
+    of_launcher = {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_ID": "0"}
+    of_agent = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n0"}
+    for name, value in (of_launcher | of_agent | {"MASTER_PORT": "1", "MEGALITE_GENERATION": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert place_from_environment() == Place(2, 0, 4, 2, "n0", 1)
 
 
 def test_spare_nodes_do_not_count_among_the_ranks() -> None:

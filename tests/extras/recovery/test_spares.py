@@ -135,10 +135,12 @@ def test_a_node_on_which_ranks_fail_twice_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_a_run_ends_with_the_node_of_rank_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_a_run_ends_with_the_node_of_rank_0(number: int, tmp_path: Path) -> None:
+    """It may host the store. If it stands still, another start of the run could have the others' places."""
     with nodes(3, tmp_path, warm(tmp_path, "--exit-interval", 1000)) as (first, second, spare):
         until(lambda: steps(tmp_path) >= 5, "no step", 90.0)
-        first.lose()
+        first.lose(number)
         assert [node.launcher.wait(60) for node in (second, spare)] == [85, 85]
     assert "error: the store through which the agents of all nodes meet cannot be reached any more" in second.said()
 
