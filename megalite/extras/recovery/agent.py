@@ -302,6 +302,7 @@ class Agent:
         self._wait(seconds if self._decides else seconds + _ANSWER_SECONDS, self._miss)
 
     def _miss(self) -> None:
+        """Go on without those that have not come, if spare nodes can take their places, or end the run."""
         if not self._decides:
             self._end_all({"end": EXIT_RESUMABLE, "error": "rank 0's agent does not answer", "local": True})
             return

@@ -89,6 +89,7 @@ def _open_streams() -> None:
 
 
 def _require(place: Place, spare_nodes: int) -> None:
+    """Raise ConfigurationError if the system or the launcher does not have what is needed."""
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
     if place.world_size > 1 and place.local_world_size is None:

@@ -30,7 +30,7 @@ _LEASE_SECONDS = 20
 
 
 class Seats:
-    """Which node has which seat, and which nodes are absent or sick.
+    """Table of who has which seat, and which nodes are absent or sick.
 
     Attributes:
         nodes: the node of each seat.
