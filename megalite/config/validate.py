@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
+from megalite.config.corruption import corruption_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
@@ -150,6 +151,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
+        corruption_problems(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -170,6 +172,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
+        corruption_problems(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 

@@ -52,6 +52,7 @@ _REFUSED = {
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
     "num_servers max_staleness backup_workers",
     "recovery": "warm_restart memory_checkpoint_interval",
+    "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval",
 }
 
 

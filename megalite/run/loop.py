@@ -30,6 +30,7 @@ from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
+    from megalite.run.corruption import Watch
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -68,6 +69,7 @@ class TrainingLoop:
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self.copies: Copies | None = None
+        self.watch: Watch | None = None
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -95,7 +97,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         if not trainer.evaluation_left:
-            self._step(step or trainer.step)
+            self._step(step or (trainer.step if self.watch is None else self.watch.step))
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
         agreed = self._agree()
@@ -183,6 +185,8 @@ class TrainingLoop:
     def _raise_if_diverged(self) -> None:
         """Say where a step that was skipped was not finite. Raises MegaliteError after too many of them."""
         report = self.trainer.locate_not_finite()
+        if report is not None and self.watch is not None:
+            report = self.watch.after_skip(report)
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "

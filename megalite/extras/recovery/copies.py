@@ -267,6 +267,15 @@ class Copies:
             self._take(trainer)
         return told
 
+    def drop_after(self, step: int) -> None:
+        """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
+        if self._work is not None:
+            self._work.result()
+        for slot in (*self._own, *self._kept):
+            header = slot.header()
+            if header is not None and header.step > step:
+                slot.discard()
+
     def figures(self) -> dict[str, float]:
         """Return the figure for the record of the step after a copy, or none."""
         blocking, self._told = 0.0 if self._told else self._blocking, True
