@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,6 +25,13 @@ class BitHash:
         size = _WORDS_OF_GPU if device.type == "cuda" else _WORDS_OF_CPU
         mixed = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _MIX
         self._factors = ((mixed ^ (mixed >> 29)) * _MIX) | 1
+
+    def of_all(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the hash of several tensors, in this order."""
+        total = torch.zeros((), dtype=torch.int64, device=self._factors.device)
+        for tensor in tensors:
+            total = total * _NEXT + self.of(tensor)
+        return total
 
     @torch.no_grad()
     def of(self, values: Tensor) -> Tensor:

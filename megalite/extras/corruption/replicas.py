@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.extras.corruption.bit_hash import BitHash
 from megalite.optim.buckets import ParameterBucket
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.shard import Segment
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 
@@ -19,6 +20,9 @@ _SHOWN = 4
 
 Row = tuple[int, int, bool]
 """What a rank tells of a bucket: the number of what it holds, its hash, and whether it has changed between updates."""
+
+Hashes = tuple[int, int]
+"""Hashes of a bucket's weights, and of this rank's part of the optimizer's state of it."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,11 @@ class Difference:
     is_certain: bool
     """True if it is known which ranks have wrong ones."""
     at_rest: bool
-    """True if they have changed while nothing may change them."""
+    """True if they, or the optimizer's state of them, have changed while nothing may change them."""
 
 
 class SharedWeights:
-    """The weights of this rank that others hold, too, bucket by bucket."""
+    """The weights of this rank, bucket by bucket, which others hold, too, and the optimizer's state of them."""
 
     def __init__(self, optimizer: Optimizer, mesh: ParallelMesh, *, deterministic: bool) -> None:
         """Find them. `deterministic`: ranks that compute the same gradient get the same bits."""
@@ -45,18 +49,25 @@ class SharedWeights:
         self._buckets = [*optimizer.buckets, *optimizer.frozen]
         self._numbers = [_number(bucket, mesh.rank, deterministic=deterministic) for bucket in self._buckets]
 
-    def hashes(self) -> list[int]:
-        """Return the hash of each bucket's weights on this rank."""
+    def hashes(self) -> list[Hashes]:
+        """Return the hashes of each bucket on this rank."""
         self._optimizer.finish_parameter_gather()
-        return [int(value) for value in [self._hash.of(_held(bucket)[0]) for bucket in self._buckets]]
+        states: dict[int, Tensor] = {}
+        for shard in self._optimizer.shards:
+            tensors = (tensor for segment in shard.segments for tensor in _state(segment))
+            states[id(shard.bucket)] = self._hash.of_all(tensors)
+        empty = self._hash.of_all(())
+        pairs = [(self._hash.of(_held(each)[0]), states.get(id(each), empty)) for each in self._buckets]
+        return [(int(weights), int(state)) for weights, state in pairs]
 
-    def differences(self, before: Sequence[int]) -> dict[int, Difference]:
+    def differences(self, before: Sequence[Hashes]) -> dict[int, Difference]:
         """Compare the weights of all ranks. Returns what differs, by number. Called by all ranks together.
 
         `before`: the `hashes` after the last update.
         """
         rows = [
-            (number, now, now != then) for number, now, then in zip(self._numbers, self.hashes(), before, strict=True)
+            (number, now[0], now != then)
+            for number, now, then in zip(self._numbers, self.hashes(), before, strict=True)
         ]
         return judge(all_gather_json(rows, self._mesh))
 
@@ -129,6 +140,13 @@ def _number(bucket: ParameterBucket, rank: int, *, deterministic: bool) -> int:
     ]
     text = repr((pieces, start, stop, str(bucket.parameters.dtype), own))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+
+
+def _state(segment: Segment) -> Iterator[Tensor]:
+    """Yield what an update rule keeps between steps, but for what is packed."""
+    if segment.has_master:
+        yield segment.master
+    yield from segment.tensors.values()
 
 
 def _parts(bucket: ParameterBucket) -> Iterator[tuple[str, Tensor]]:

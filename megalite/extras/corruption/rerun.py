@@ -162,7 +162,7 @@ class _Digest:
     def __init__(self, bit_hash: BitHash, *, looks: bool = False) -> None:
         """Begin one. `looks`: look whether all of them are finite."""
         self._hash, self._looks = bit_hash, looks
-        self.value, self.finite = bit_hash.of(torch.zeros(0)), True
+        self.value, self.finite = bit_hash.of_all(()), True
 
     def add(self, values: Tensor) -> None:
         self.value = self._hash.of(torch.stack([self.value, self._hash.of(values)]))

@@ -134,7 +134,7 @@ class CorruptionWatch:
         certain = [each for each in differences.values() if each.is_certain]
         wrong = sorted({rank for each in certain or differences.values() for rank in each.wrong})
         if any(each.at_rest for each in certain):
-            what, why = "has weights that have changed between two updates", "weight changed in memory"
+            what, why = "has weights or state that have changed between two updates", "memory changed"
         elif certain:
             others = sorted({rank for each in certain for rank in each.others})
             what, why = f"has other weights than {self._named(others)}", "weights differ from those of replicas"

@@ -42,6 +42,8 @@ class Flip:
     name: str = "mlp.down"
     in_forward: bool = False
     """During the step, and not before it."""
+    master: bool = False
+    """In the master weight."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,13 @@ def train(
 def disturbed(trainer: Trainer, disturbance: Flip | Wrong | None, number: int, first: int) -> Iterator[None]:
     if isinstance(disturbance, Flip) and disturbance.step == number and disturbance.rank == trainer.mesh.rank:
         if not disturbance.in_forward:
-            flip(trainer, disturbance.name)
+            flip(trainer, disturbance)
             yield
             return
         whole: Callable[..., Any] = trainer.forward_backward
 
         def flipped(*arguments: Any) -> Any:
-            flip(trainer, disturbance.name)
+            flip(trainer, disturbance)
             return whole(*arguments)
 
         with mock.patch.object(trainer, "forward_backward", flipped):
@@ -139,23 +141,30 @@ def disturbed(trainer: Trainer, disturbance: Flip | Wrong | None, number: int, f
         yield
 
 
-def flip(trainer: Trainer, name: str) -> None:
-    """Flip a bit of a weight whose name has this part."""
-    for bucket in trainer.optimizer.buckets:
+def flip(trainer: Trainer, flipped: Flip) -> None:
+    """Flip a bit of a weight on this rank."""
+    for shard in trainer.optimizer.shards:
+        bucket = shard.bucket
         values, start, stop = bucket.parameters, 0, bucket.length
         if bucket.zero_stage == 3:
             values, (start, stop) = bucket.parameter_shard, bucket.owned_range
         for found, low, _ in bucket.layout.pieces(start, stop):
-            if name in found:
+            if not found.endswith(flipped.name):
+                continue
+            if not flipped.master:
                 flip_bit(values[low - start :])
                 return
-    raise AssertionError(f"rank {trainer.mesh.rank} has no {name}")
+            for segment in shard.segments:
+                if segment.start <= low < segment.stop:
+                    flip_bit(segment.master[low - segment.start :])
+                    return
+    raise AssertionError(f"rank {trainer.mesh.rank} has no {flipped.name}")
 
 
 def flip_bit(values: Tensor) -> None:
-    """Flip a bit of the first element's mantissa."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    values.view(kinds[values.itemsize]).view(-1)[:1] ^= 1 << (values.itemsize + 2)
+    """Flip the highest bit of the first element's mantissa."""
+    kind, bit = {torch.bfloat16: (torch.int16, 6), torch.float32: (torch.int32, 22)}[values.dtype]
+    values.view(kind).view(-1)[:1] ^= 1 << bit
 
 
 def digest_of(trainer: Trainer) -> str:
