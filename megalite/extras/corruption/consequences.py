@@ -74,7 +74,8 @@ class Consequences:
             return SilentCorruptionError(f"{text}. To go back, leave the node out, and {advice}")
         if newest is None and suspect:
             return SilentCorruptionError(f"{text}. There is no older one to go back to: remove them to begin anew")
-        whence = "the beginning" if newest is None else f"step {newest}, or from newer copies in memory"
+        whence = "the beginning" if newest is None else f"step {newest}"
+        whence += "" if self._copies is None else ", or to newer copies in memory"
         return GoBackError(f"{text}. They will not be loaded: --resume auto goes back to {whence}")
 
     def _record(self, directory: AnyPath, finding: Finding, hosts: Sequence[str]) -> None:

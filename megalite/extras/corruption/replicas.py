@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -69,7 +70,8 @@ class SharedWeights:
             (number, now[0], now != then)
             for number, now, then in zip(self._numbers, self.hashes(), before, strict=True)
         ]
-        return judge(all_gather_json(rows, self._mesh))
+        with uncounted(self._mesh):
+            return judge(all_gather_json(rows, self._mesh))
 
     def names(self, differences: Mapping[int, Difference]) -> list[str]:
         """Return the names of some of the parameters that differ. Called by all ranks together.
@@ -92,6 +94,14 @@ class SharedWeights:
                     names[same[0][0]] = None
         more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
         return [*list(names)[:_SHOWN], *more]
+
+
+@contextmanager
+def uncounted(mesh: ParallelMesh) -> Iterator[None]:
+    """Leave the block's messages out of the bytes of a step, which are those of its training."""
+    sent = mesh.traffic.bytes_sent
+    yield
+    mesh.traffic.bytes_sent = sent
 
 
 def judge(rows: Sequence[Sequence[Row]]) -> dict[int, Difference]:

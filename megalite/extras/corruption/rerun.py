@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalite.data.sampler import equal_deal
 from megalite.extras.corruption.bit_hash import BitHash
+from megalite.extras.corruption.replicas import uncounted
 from megalite.optim.accumulator import Accumulator
 from megalite.optim.flat import owned
 from megalite.optim.reduction import Reduction
@@ -148,7 +149,8 @@ class Reruns:
     def _gathered(self, digest: _Digest, gradients: Gradients, shift: int) -> list[Result]:
         for total in gradients.sums.values():
             digest.add(total)
-        values: list[int] = all_gather_json(int(digest.value), self._trainer.mesh)
+        with uncounted(self._trainer.mesh):
+            values: list[int] = all_gather_json(int(digest.value), self._trainer.mesh)
         count = self.replicas.count
         return [
             Result((replica + shift) % count, replica, tuple(values[rank] for rank in self.replicas.ranks[replica]))
