@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import MegaliteError
+from megalite.extras.corruption.rerun import Reruns
 from megalite.extras.corruption.watch import CorruptionWatch
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath
@@ -165,6 +166,15 @@ def flip_bit(values: Tensor) -> None:
     """Flip the highest bit of the first element's mantissa."""
     kind, bit = {torch.bfloat16: (torch.int16, 6), torch.float32: (torch.int32, 22)}[values.dtype]
     values.view(kind).view(-1)[:1] ^= 1 << bit
+
+
+def bytes_of_comparison(flags: str) -> tuple[int, int]:
+    """Return the bytes that a rank sends to compute a step for another one, and those of its gradients."""
+    trainer = trainer_of(flags)
+    reruns = Reruns(trainer)
+    with trainer.loader:
+        reruns.again(1, 0)
+    return trainer.mesh.traffic.bytes_sent, sum(each.gradients.nbytes for each in trainer.optimizer.buckets)
 
 
 def digest_of(trainer: Trainer) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.extras.corruption.corruption_run import HASHES, RERUNS, Wrong, train
+from tests.extras.corruption.corruption_run import HASHES, RERUNS, Wrong, bytes_of_comparison, train
 from tests.extras.corruption.test_hashes import EXPERTS, without_host
 from tests.harness.rank_pool import RankPools
 
@@ -76,3 +76,9 @@ def test_what_the_program_computes_is_told_from_a_fault(rank_pools: RankPools) -
         assert course.bits == plain[0].bits
     for course in rank_pools(2).run(train, flags, 3, Wrong(1, calls=(0,), value=float("inf")), None, 3):
         assert course.reports[0].endswith("On two replicas it was finite, with equal bits: the fault was transient")
+
+
+def test_a_computation_for_comparison_sends_nothing(rank_pools: RankPools) -> None:
+    """Nothing but counts of tokens and flags."""
+    for sent, gradients in rank_pools(2).run(bytes_of_comparison, ""):
+        assert sent < 200 < gradients
