@@ -2,7 +2,7 @@
 
     python -m benchmarks.silent_corruption [--mebibytes 64] [--rounds 15] [--device cpu]
 
-One thread; figures are medians, on a CPU of its time. A check hashes the weights and the optimizer's state twice, and sends 8 bytes a bucket.
+One thread; figures are medians, on a CPU of its time. A check hashes the weights and the optimizer's state twice.
 """
 
 from __future__ import annotations

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.fields import needs
 from megalite.config.run import TaskConfig
 
 
 def corruption_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
-    """Yield a line for each relation that does not hold."""
+    """Yield a line for each relation that does not hold, in a run that searches."""
     corruption, synchronization = config.corruption, config.synchronization
-    if not corruption.is_watched:
-        yield from needs(
-            corruption,
-            "on_corruption",
-            "--check-weight-hash-across-dp-replicas-interval or --rerun-on-replica-interval",
-        )
-        return
     hashes = "--check-weight-hash-across-dp-replicas-interval"
     if corruption.on_corruption == "go-back" and (config.checkpoint.save is None or config.checkpoint.resume != "auto"):
         yield "--on-corruption go-back needs --save and --resume auto: the run continues from its checkpoints"
