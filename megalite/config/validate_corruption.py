@@ -22,6 +22,7 @@ def corruption_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
 
 
 def _rerun_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield the lines on steps that a second replica computes, too."""
     flag, parallel = "--rerun-on-replica-interval", config.parallel
     one = parallel.ranks_needed
     if world_size < 2 * one:

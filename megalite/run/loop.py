@@ -97,7 +97,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         if not trainer.evaluation_left:
-            self._step(step or (trainer.step if self.watch is None else self.watch.step))
+            self._step(step or trainer.step)
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
         agreed = self._agree()
@@ -155,7 +155,7 @@ class TrainingLoop:
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
-            metrics = step()
+            metrics = step() if self.watch is None else self.watch.step()
         self._pace = self._pace.after(metrics.iteration_time_s)
         self._report(metrics)
         self._raise_if_diverged()

@@ -1,4 +1,4 @@
-"""What follows from wrong numbers: who is named in which file, which checkpoints are suspect, and how the run ends."""
+"""Consequences of wrong numbers: who is named in which file, which checkpoints are suspect, and how the run ends."""
 
 from __future__ import annotations
 

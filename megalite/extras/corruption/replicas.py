@@ -20,7 +20,7 @@ _SHOWN = 4
 """The most names of parameters in a message."""
 
 Row = tuple[int, int, bool]
-"""What a rank tells of a bucket: the number of what it holds, its hash, and whether it has changed between updates."""
+"""Report of a rank on a bucket: the number of what it holds, its hash, and whether it has changed between updates."""
 
 Hashes = tuple[int, int]
 """Hashes of a bucket's weights, and of this rank's part of the optimizer's state of it."""

@@ -33,7 +33,7 @@ Digest = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """What one replica has computed of a step's micro-batches."""
+    """Sums that one replica has computed of a step's micro-batches."""
 
     unit: int
     """The replica that these micro-batches are dealt to."""

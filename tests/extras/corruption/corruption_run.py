@@ -52,7 +52,7 @@ class Wrong:
     """A forward whose result is wrong."""
 
     rank: int | None
-    """None: all of them."""
+    """The rank; None: all of them."""
     calls: tuple[int, ...] | None = None
     """Numbers of the calls of the first layer that are wrong, from 0 on; None: all."""
     value: float | None = None
@@ -61,7 +61,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Course:
-    """What a rank has done."""
+    """Result of a training on a rank."""
 
     bits: list[str]
     """Loss and gradient norm of each step."""
