@@ -200,6 +200,8 @@ class Run:
         """Return the loop that runs the trainer of this rank."""
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
+        if self.config.corruption.is_watched:
+            loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         return loop
 
     def finish(self, display: Display, last: int) -> None:

@@ -17,10 +17,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE
 from megalite.extras.recovery.forks import Launched, fork_rank, record_of
@@ -31,6 +31,9 @@ from megalite.process.host import host_name
 from megalite.process.output import require_streams
 from megalite.process.place import Place, ranks_text
 from megalite.process.signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from megalite.extras.recovery.spares import Spares
 
 _MEMORY_FILES_OF_A_RANK = 4
 _WITHOUT_PROGRESS = 3
@@ -63,6 +66,7 @@ class Agent:
         self._wait(_COMING_SECONDS, self._leave)
         self._state = "waiting"
         self._notices: Notices | None = None
+        self._spares: Spares | None = None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -120,6 +124,7 @@ class Agent:
         self._over = True
 
     def _accept(self) -> None:
+        """Let a process of the launcher connect, unless one of an earlier attempt has still to be told its end."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
@@ -147,6 +152,7 @@ class Agent:
     def _greet(self, rank: Launched, hello: Message) -> None:
         """Take a process of the launcher in, and begin once all of this node are there."""
         rank.hello, rank.place = hello, Place(**hello["place"])
+        rank.trains = rank.place
         number = rank.place.rank
         if self._state != "waiting" or number in self._ranks:
             rank.lines.send(
@@ -197,7 +203,11 @@ class Agent:
         elif self._state != "left":
             self._kill(rank)
             why = f"rank {rank.place.rank}'s process of the launcher on {host_name()} has ended: the ranks end with it"
-            self._first_word("roster" if self._state == "meeting" else "over", {"end": EXIT_RESUMABLE, "error": why})
+            end = {"end": EXIT_RESUMABLE, "error": why}
+            if self._spares is not None and self._spares.node and not self._stopped:
+                self._give_node_up(end)
+            else:
+                self._first_word("roster" if self._state == "meeting" else "over", end)
         rank.ended = True
         if self._state == "left" and all(each.ended for each in self._ranks.values()):
             self._await_restart()
@@ -215,13 +225,17 @@ class Agent:
 
     def _open_board(self) -> None:
         """Fork the process that calls the store."""
-        for number in self._memory.keys() - self._ranks.keys():  # the launcher has numbered the ranks anew
-            for descriptor in self._memory.pop(number):
-                os.close(descriptor)
+        self._keep_memory(self._ranks.keys())  # the launcher may have numbered the ranks anew
         self._notices = Notices(self._first, self._baseline)
         self._on_read(self._notices, self._read_board)
         self._state = "connecting"
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
+
+    def _keep_memory(self, ranks: Set[int]) -> None:
+        """Close the memory of all other ranks."""
+        for number in self._memory.keys() - ranks:
+            for descriptor in self._memory.pop(number):
+                os.close(descriptor)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
@@ -234,6 +248,7 @@ class Agent:
             return
         for message in messages:
             if "ready" in message and self._state == "connecting":
+                self._know_spares()
                 self._meet()
             elif "failed" in message:
                 self._end_all({"end": message["failed"], "error": message["error"], "local": True})
@@ -251,6 +266,11 @@ class Agent:
                 self._selector.unregister(self._notices)
             self._notices.close()
             self._notices = None
+        if self._spares is not None:
+            with suppress(KeyError):
+                self._selector.unregister(self._spares.lines)
+            self._spares.close()
+            self._spares = None
 
     def _watch(self, kind: str) -> None:
         if self._notices is not None:
@@ -276,16 +296,22 @@ class Agent:
         self._came, self._finished = set(), set()
         for kind in ("roster", *(("came", "finished") if self._decides else ())):
             self._watch(kind)
-        self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped})
+        self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped, "host": host_name()})
         first = self._generation == 1
         seconds = self._first.hello["meeting_seconds"] if first else _MEETING_SECONDS
         self._wait(seconds if self._decides else seconds + _ANSWER_SECONDS, self._miss)
 
     def _miss(self) -> None:
+        """Go on without those that have not come, if spare nodes can take their places, or end the run."""
         if not self._decides:
             self._end_all({"end": EXIT_RESUMABLE, "error": "rank 0's agent does not answer", "local": True})
             return
-        missing = set(range(self._first.place.world_size)) - self._came
+        missing = self._awaited - self._came
+        if self._spares is not None:
+            self._spares.miss(missing)
+            self._begin_if_complete()
+            self._wait(_ANSWER_SECONDS, self._lose_board)
+            return
         why = f"{ranks_text(missing)} did not come to generation {self._generation}: their nodes are lost, or cut off"
         self._first_word("roster", {"end": EXIT_RESUMABLE, "error": why})
         self._wait(_ANSWER_SECONDS, self._lose_board)
@@ -293,7 +319,15 @@ class Agent:
     def _see_came(self, value: Message) -> None:
         self._came.update(value["ranks"])
         self._stopped = self._stopped or value["stopped"]
-        if len(self._came) == self._first.place.world_size:
+        if self._spares is not None:
+            self._spares.come(value["ranks"], value["host"])
+            if self._generation == 1 and self._state == "meeting" and self._spares.suffice(self._came):
+                self._wait(_MEETING_SECONDS, self._miss)
+        self._begin_if_complete()
+
+    def _begin_if_complete(self) -> None:
+        """Decide how it goes on, once all nodes that are not lost have come."""
+        if self._state == "meeting" and self._came >= self._awaited:
             self._first_word("roster", self._decide())
 
     def _decide(self) -> Message:
@@ -309,10 +343,12 @@ class Agent:
                 where = "ended before they began to train" if step is None else f"began after step {step} and failed"
                 told = "; ".join(f"generation {number}: {why}" for number, (_, why) in latest)
                 return {"end": EXIT_FATAL, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
-        return {"begin": True}
+        return {"begin": True} if self._spares is None else self._fill_seats(self._spares)
 
     def _see_roster(self, value: Message) -> None:
         """Start the ranks, or end the run, as has been decided."""
+        if self._state != "meeting":  # this node has given itself up
+            return
         if "end" in value or self._stopped:
             if "end" not in value:  # the others begin, and would wait for these ranks
                 self._first_word("over", {"end": EXIT_RESUMABLE})
@@ -321,6 +357,12 @@ class Agent:
         self._deadline, self._state = None, "running"
         self._begun = None
         self._watch("over")
+        if self._spares is not None:
+            trains = self._spares.sit(self._ranks.values(), value["seats"])
+            self._keep_memory({rank.trains.rank for rank in self._ranks.values()} if trains else set())
+            if not trains:
+                self._state = "spare"
+                return
         if lost := [rank for rank in self._ranks.values() if rank.ended]:
             self._first_word("over", {"end": EXIT_RESUMABLE, "error": f"rank {lost[0].place.rank} has ended"})
             return
@@ -333,7 +375,7 @@ class Agent:
         """Start the process of a rank."""
         files: list[int] = []
         if rank.hello["copies"]:
-            number = rank.place.rank
+            number = rank.trains.rank
             if number not in self._memory:
                 names = (f"megalite rank {number} {i}" for i in range(_MEMORY_FILES_OF_A_RANK))
                 self._memory[number] = [os.memfd_create(name) for name in names]
@@ -362,7 +404,7 @@ class Agent:
                 if self._decides and self._why:
                     seconds = time.monotonic() - self._failed_at
                     after = f"went on after step {number}, {seconds:.1f} s later"
-                    self._ranks[0].lines.send({"say": f"generation {self._generation}: {self._why}; {after}"})
+                    self._say(f"generation {self._generation}: {self._why}; {after}")
 
     def _close_pipe(self, rank: Launched) -> None:
         self._selector.unregister(rank.pipe)
@@ -387,10 +429,10 @@ class Agent:
 
     def _judge(self, rank: Launched, code: int) -> None:
         """Say on the board how a rank has ended, unless it has finished."""
-        number = rank.place.rank
+        number = rank.trains.rank
         if code == rank.told == EXIT_FINISHED:
             if not any(each.process for each in self._ranks.values()):
-                self._add("finished", list(self._ranks))
+                self._add("finished", [each.trains.rank for each in self._ranks.values()])
                 self._state = "ending"
             return
         if code in (EXIT_CONFIGURATION, EXIT_FATAL) or code == rank.told == EXIT_RESUMABLE or self._stopped:
@@ -401,18 +443,20 @@ class Agent:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         why = f"rank {number} on {host_name()} {how}"
         grace = 0.0 if code < 0 else _GRACE_SECONDS
-        self._first_word("over", {"failed": why, "grace": grace})
+        # With EXIT_RESUMABLE a rank ends because of another one.
+        node = None if self._spares is None or code == EXIT_RESUMABLE else self._spares.node
+        self._first_word("over", {"failed": why, "grace": grace, "node": node})
         self._state = "ending"
         self._wait(grace, self._kill_all)
 
     def _see_finished(self, value: list[int]) -> None:
         self._finished.update(value)
-        if len(self._finished) == self._first.place.world_size:
+        if len(self._finished) == self._first.trains.world_size:
             self._first_word("over", {"end": EXIT_FINISHED})
 
     def _see_over(self, value: Message) -> None:
         """End this node's ranks, because of the first word on the end of this generation."""
-        if self._verdict is not None:
+        if self._verdict is not None or self._state == "leaving":
             return
         self._verdict = value
         if self._state == "running":
@@ -421,6 +465,8 @@ class Agent:
             self._wait(_LAST_SECONDS if asked else value.get("grace", _GRACE_SECONDS), self._kill_all)
         if "failed" in value:
             self._why, self._failed_at = value["failed"], time.monotonic()
+            if self._spares is not None:
+                self._spares.seats.fail(value.get("node"))
         self._end_generation()
 
     def _end_generation(self) -> None:
@@ -448,6 +494,64 @@ class Agent:
         for rank in self._ranks.values():
             self._kill(rank)
 
+    # ------------------------------------------------------------------------------------------------ spare nodes
+
+    @property
+    def _awaited(self) -> set[int]:
+        """Return the launcher's numbers of the ranks that are to come: all, but for those of lost nodes."""
+        everyone = set(range(self._first.place.world_size))
+        return everyone if self._spares is None else everyone - self._spares.absent
+
+    def _know_spares(self) -> None:
+        if self._first.hello["spare_nodes"]:
+            from megalite.extras.recovery.spares import Spares
+
+            self._spares = Spares(self._first, self._baseline)
+            self._on_read(self._spares.lines, self._read_beats)
+
+    def _read_beats(self) -> None:
+        assert self._spares is not None
+        try:
+            silent = [message["silent"] for message in self._spares.lines.receive()]
+        except Ended:
+            self._selector.unregister(self._spares.lines)
+            self._lose_board()
+            return
+        for node in silent:
+            self._lose_node(self._spares, node)
+
+    def _lose_node(self, spares: Spares, node: int) -> None:
+        """End the generation because a node does not answer any more, unless the node only waits."""
+        trains, name = node in spares.seats.nodes, spares.lose(node)
+        if trains and self._state == "running":
+            self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0})
+        elif not trains:
+            self._say(f"{name} does not answer any more; {spares.waiting()}")
+        self._begin_if_complete()
+
+    def _give_node_up(self, end: Message) -> None:
+        """End this node alone: another one takes its place."""
+        if self._state == "running":
+            self._first_word("over", {"failed": end["error"], "grace": 0.0})
+        self._kill_all()
+        self._state = "leaving"
+        self._wait(_NOTICE_SECONDS, partial(self._end_all, {**end, "local": True}))
+
+    def _fill_seats(self, spares: Spares) -> Message:
+        """Return which nodes train; or the end of the run, if they are too few."""
+        told = [self._why, spares.fill()] if self._generation > 1 else [spares.fill(), spares.waiting()]
+        text = "; ".join(filter(None, told))
+        if missing := spares.missing():
+            return {"end": EXIT_RESUMABLE, "error": f"{missing} ({text})"}
+        if self._generation > 1:
+            self._why = text
+        else:
+            self._say(text)
+        return {"begin": True, "seats": spares.seats.nodes}
+
+    def _say(self, text: str) -> None:
+        self._ranks[0].lines.send({"say": text})
+
     # ------------------------------------------------------------------------------------------------ the end
 
     def _leave_together(self, end: Message) -> None:
@@ -458,7 +562,7 @@ class Agent:
             self._wait(_NOTICE_SECONDS, partial(self._end_all, end))
             return
         self._left = set(self._ranks)
-        if len(self._left) == self._first.place.world_size:
+        if self._left >= self._awaited:
             self._end_all(end)
         else:
             self._watch("left")
@@ -466,7 +570,7 @@ class Agent:
 
     def _see_left(self, value: list[int]) -> None:
         self._left.update(value)
-        if len(self._left) == self._first.place.world_size and self._state == "leaving":
+        if self._left >= self._awaited and self._state == "leaving":
             self._end_all(self._end)
 
     def _end_all(self, end: Message) -> None:

@@ -73,7 +73,7 @@ class Copies:
         self._config, self._mesh = config, mesh
         own, self._kept = [Slot(number) for number in files[:2]], [Slot(number) for number in files[2:]]
         self._own = own
-        mark, replaced = secrets.randbits(63), can_replace_nodes(os.environ)
+        mark, replaced = secrets.randbits(63), can_replace_nodes(os.environ, config.recovery.spare_nodes)
         told = all_gather_json((host_name(), replaced, mark), mesh)
         hosts, self._mark = [host for host, *_ in told], told[0][2]
         self._replaced = any(replaced for _, replaced, _ in told)
@@ -224,7 +224,9 @@ class Copies:
             return f"and twice on its partner, rank {self._links.partner}"
         why = "they need nodes with equal numbers of ranks, and two of them"
         if not self._replaced:
-            why = "this launcher replaces no lost node (torchrun --max-restarts does)"
+            why = (
+                "this launcher replaces no lost node, as torchrun's --max-restarts does, and there are no --spare-nodes"
+            )
         return f"without partners, as {why}: a lost node costs the steps since the last checkpoint on disk"
 
     def _regions(self, trainer: Trainer) -> list[Region]:
@@ -286,6 +288,15 @@ class Copies:
         elif now // self.interval > self._taken // self.interval:
             self._take(trainer)
         return told
+
+    def drop_after(self, step: int) -> None:
+        """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
+        if self._work is not None:
+            self._work.result()
+        for slot in (*self._own, *self._kept):
+            header = slot.header()
+            if header is not None and header.step > step:
+                slot.discard()
 
     def figures(self) -> dict[str, float]:
         """Return the figure for the record of the step after a copy, or none."""

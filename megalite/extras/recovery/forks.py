@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ class Launched:
     lines: Lines
     hello: Message = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place(0, 0, 1))
+    trains: Place = field(default_factory=lambda: Place(0, 0, 1))
+    """Place of the rank in training, which is another one on a spare node."""
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -68,20 +70,25 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
 
 def fork_board(first: Launched, baseline: set[int]) -> tuple[Lines, int]:
     """Start the process that calls the store; return the connection to it, and its ID."""
+    return fork_caller(first, baseline, _call_store)
+
+
+def fork_caller(first: Launched, baseline: set[int], call: Callable[[Lines, Launched], None]) -> tuple[Lines, int]:
+    """Start a process that calls the store for the agent; return the connection to it, and its ID."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     process = os.fork()
     if not process:
-        _run_board(Lines(theirs), first, baseline, parent)
+        _run_caller(Lines(theirs), first, baseline, parent, call)
     theirs.close()
     return Lines(ours), process
 
 
 def _variables(rank: Launched, generation: int) -> dict[str, str]:
     """Return the variables that a rank has in place of those of its launcher."""
-    place = rank.place
+    place = rank.trains
     variables = {"MEGALITE_EXIT_FILE": ""}
-    if place.world_size > 1:
+    if rank.place.world_size > 1:
         variables |= {
             "RANK": str(place.rank),
             "LOCAL_RANK": str(place.local_rank),
@@ -121,15 +128,17 @@ def _become_rank(
         os._exit(EXIT_RESUMABLE)
 
 
-def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -> NoReturn:
-    """Connect to the store, and call it for the agent, in a process just forked."""
+def _run_caller(
+    lines: Lines, first: Launched, baseline: set[int], parent: int, call: Callable[[Lines, Launched], None]
+) -> NoReturn:
+    """Call the store for the agent, in a process just forked."""
     try:
         end_with_parent(parent)
         take_streams(first.lines.descriptors)
         close_all_but(baseline | {lines.fileno()})
         os.environ.clear()
         os.environ.update(first.hello["environment"])
-        _call_store(lines, first)
+        call(lines, first)
     except (Ended, CommunicationError):
         pass
     except BaseException:

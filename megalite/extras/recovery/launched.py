@@ -18,11 +18,9 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megalite.config import RunConfig
-from megalite.config.near_checkpoints import require_load
-from megalite.config.validate import resolve
+from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.lifecycle.failure import report
@@ -39,8 +37,13 @@ _CONNECTING_SECONDS = 60.0
 _BETWEEN_TRIES = 0.05
 
 
-def run_warm(config: RunConfig, place: Place) -> int:
-    """Have the agent of this node run this rank, until the run ends. Returns the exit code of the program.
+def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> int:
+    """Have the agent of this node run the program of this process, until the run ends. Returns its exit code.
+
+    Args:
+        config: the configuration, which has been checked.
+        place: as the launcher tells it.
+        own_program: the program is no command of megalite.
 
     Raises:
         ConfigurationError: the launcher or the system does not have what a warm restart needs.
@@ -48,15 +51,14 @@ def run_warm(config: RunConfig, place: Place) -> int:
     """
     began = time.monotonic()
     _open_streams()
-    config = resolve(config, place.world_size, place.local_world_size)
-    require_load(config.checkpoint)
-    _require(place)
+    _require(place, config.recovery.spare_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
         "place": asdict(place),
         "save": save,
         "copies": config.recovery.memory_checkpoint_interval != 0,
+        "spare_nodes": config.recovery.spare_nodes,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
@@ -65,6 +67,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
         "environment": dict(os.environ),
         "path": sys.path,
         "ignored": [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+        "own_program": own_program,
         **_program(),
     }
     lines = _connect(_name(launcher, save), launcher)
@@ -85,13 +88,19 @@ def _open_streams() -> None:
     os.close(descriptor)
 
 
-def _require(place: Place) -> None:
+def _require(place: Place, spare_nodes: int) -> None:
+    """Raise ConfigurationError if the system or the launcher does not have what is needed."""
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
     if place.world_size > 1 and place.local_world_size is None:
         raise ConfigurationError(
             "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
             "LOCAL_WORLD_SIZE on every rank"
+        )
+    if spare_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
+        raise ConfigurationError(
+            f"--spare-nodes {spare_nodes}: rank {place.rank} has the local rank {place.local_rank} of "
+            f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"
         )
 
 
@@ -101,6 +110,25 @@ def _program() -> dict[str, Any]:
     spec = getattr(main, "__spec__", None)
     file = getattr(main, "__file__", None)
     return {"argv": sys.argv, "module": spec.name if spec else None, "file": file and os.path.abspath(file)}
+
+
+def run_program_warm(config: TaskConfig, place: Place) -> NoReturn:
+    """Have the agent run the program from which this is called, and exit with its code when the run ends.
+
+    Raises ConfigurationError if the agent could not run it, or if this process is connected with others.
+    """
+    program = _program()
+    if program["module"] is None and program["file"] is None:
+        raise ConfigurationError(
+            "warm_restart=True needs a program in a file or a module, which ranks run from its start"
+        )
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_available() and distributed.is_initialized():
+        raise ConfigurationError(
+            "warm_restart=True: create the Trainer before anything connects the ranks (torch.distributed."
+            "init_process_group): they run the program from its start, in processes of their own"
+        )
+    sys.exit(run_warm(config, place, own_program=True))
 
 
 def _launcher() -> int:

@@ -17,9 +17,9 @@ _CHUNK = 1 << 24
 """Bytes of one message."""
 
 
-def can_replace_nodes(environment: Mapping[str, str]) -> bool:
-    """Tell whether the launcher may replace a lost node: only then does a rank need its copy on another one."""
-    return int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+def can_replace_nodes(environment: Mapping[str, str], spare_nodes: int) -> bool:
+    """Tell whether another node may replace a lost one: only then does a rank need its copy on another one."""
+    return spare_nodes > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def partners_of(hosts: Sequence[str], distance: int) -> tuple[int, ...] | None:

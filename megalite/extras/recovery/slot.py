@@ -11,9 +11,8 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,10 +20,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest, shard_file
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor
+from megalite.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.errors import CorruptCheckpointError, MegaliteError
-from megalite.parallel.sharding import Box
 
 FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
@@ -146,23 +144,8 @@ class Slot:
         return True
 
 
-@dataclass(frozen=True)
-class _OwnTensor(SavedTensor):
-    """Tensor of a rank's copy. Its boxes may overlap, as those of weights that two stages of a rank share."""
-
-    def boxes_at(self, box: Box) -> Sequence[SavedBox]:
-        """Return the box that was copied as this one."""
-        same = self._by_box.get(box)
-        return super().boxes_at(box) if same is None else (same,)
-
-    @cached_property
-    def _by_box(self) -> Mapping[Box, SavedBox]:
-        return {saved.box: saved for saved in self.boxes}
-
-
 def _own(saved: SavedTensor, file: str) -> SavedTensor:
-    boxes = tuple(replace(each, file=file) for each in saved.boxes)
-    return _OwnTensor(saved.shape, saved.dtype, boxes, relayout=saved.relayout)
+    return replace(saved, boxes=tuple(replace(each, file=file) for each in saved.boxes))
 
 
 def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
@@ -182,14 +165,8 @@ def describe(parts: Sequence[TensorBox], checksums: Sequence[shard_file.Checksum
 
 def checksums_of(values: Tensor) -> shard_file.Checksums:
     """Return the checksums of a box whose bytes [size] are in memory."""
-    return tuple(accumulate((memory for memory in _blocks(values)), lambda before, data: zlib.crc32(data, before),
-                            initial=0))[1:]  # fmt: skip
-
-
-def _blocks(values: Tensor) -> Iterator[memoryview]:
-    data = shard_file.bytes_of(values)
-    for start in range(0, len(data), manifest.BLOCK):
-        yield data[start : start + manifest.BLOCK]
+    running = accumulate(shard_file.blocks_of(values), lambda before, data: zlib.crc32(data, before), initial=0)
+    return tuple(running)[1:]
 
 
 def seal(slot: Slot, whose: bytes, mark: int, parts: Sequence[TensorBox], described: Manifest) -> Header:

@@ -86,7 +86,14 @@ class Node:
         lines = self.connect()
         assert lines.receive() == [{"welcome": True}]
         place = asdict(Place(rank, rank % here, world, here, "localhost", 1))
-        hello = {"place": place, "save": "run", "copies": False, "meeting_seconds": 30.0, "environment": environment}
+        hello = {
+            "place": place,
+            "save": "run",
+            "copies": False,
+            "spare_nodes": 0,
+            "meeting_seconds": 30.0,
+            "environment": environment,
+        }
         lines.send(hello)
         self.turn()
         return lines

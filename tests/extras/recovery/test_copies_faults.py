@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megalite.extras.recovery import copies as copies_module
 from megalite.extras.recovery import partner as partner_module
 from megalite.extras.recovery import slot as slot_module
 from megalite.extras.recovery.choice import Choice, Taken, choose
+from megalite.extras.recovery.copies import Copies
 from megalite.extras.recovery.interval import SHARE, Price, interval_for
 from megalite.extras.recovery.partner import Links, partners_of, rounds_of
 from megalite.extras.recovery.slot import FOLDER, Header, Slot, seal
@@ -331,7 +333,7 @@ def refused(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
 
 
 def test_copies_that_a_host_has_no_room_for_are_refused(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
-    """Where nobody has asked for an interval, none are taken."""
+    """Copies are not taken either where nobody has asked for an interval."""
     files = memory(2)
     for text in rank_pools(2).run(refused, files, ["a", "b"], tmp_path):
         assert text.startswith("host a: copies in memory need 0.00 GiB")
@@ -362,7 +364,7 @@ def test_ranks_whose_launcher_replaces_no_nodes_have_no_partners(
     for note in rank_pools(2).run(notes_of, files, ["a", "b"], tmp_path):
         assert "without partners, as this launcher replaces no lost node" in note
     for numbers in files.files:
-        assert [os.fstat(number).st_size > 0 for number in numbers] == [True, True, False, False]
+        assert [os.fstat(number).st_size > slot_module.HEADER for number in numbers] == [True, True, False, False]
 
 
 def test_two_positions_of_two_nodes(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
@@ -375,6 +377,18 @@ def test_two_positions_of_two_nodes(memory: Any, rank_pools: RankPools, tmp_path
         "(rank 0's from its partner, rank 2; rank 1's from its partner, rank 3)"
     )
     assert_same([(0, 0, [], each[3]) for each in through], [(0, 0, [], each[3]) for each in resumed])
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_run_has_finished_without_its_last_copy(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy takes too long, or fails."""
+    monkeypatch.setattr(copies_module, "_LAST_SECONDS", 0.01)
+    copies = object.__new__(Copies)
+    copies._work = Future()
+    if not late:
+        copies._work.set_exception(OSError("no memory"))
+    with copies:
+        pass
 
 
 def test_the_interval_is_measured_and_agreed(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
