@@ -139,9 +139,10 @@ class Limits:
         """Return the seconds without a sign of life, in this section, after which a process counts as suspended.
 
         Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run. Such a
-        call may be long outside of steps: building an index, or reading from a file system that hangs.
+        call may be long outside of steps: building an index, or reading from a file system that hangs. Between
+        sections, where the name is empty, nothing takes long.
         """
-        short = name in _SHORT or (self.starts_again and name in (MEETING, START))
+        short = not name or name in _SHORT or (self.starts_again and name in (MEETING, START))
         return max(self.least, LEAST_SILENCE, 0.0 if short else self.unlearnt)
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:

@@ -434,6 +434,8 @@ class Agent:
             if not any(each.process for each in self._ranks.values()):
                 self._add("finished", [each.trains.rank for each in self._ranks.values()])
                 self._state = "ending"
+            elif self._deadline is None:  # the others end soon, unless they are suspended: no watchdog sees it any more
+                self._wait(self._first.hello["meeting_seconds"], self._kill_all)
             return
         if code in (EXIT_CONFIGURATION, EXIT_FATAL) or code == rank.told == EXIT_RESUMABLE or self._stopped:
             self._first_word("over", {"end": code if code >= 0 else EXIT_RESUMABLE, "rank": number})

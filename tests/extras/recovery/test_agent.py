@@ -252,3 +252,22 @@ def test_only_the_process_of_a_rank_speaks_in_its_name() -> None:
     assert Generation.of(mine.variables()) == mine
     os.close(reading)
     os.close(writing)
+
+
+def test_a_rank_that_does_not_end_when_another_has_finished_is_ended(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be suspended, and its watchdog has ended with the run."""
+    node.join(0, here=2, world=2)
+    node.join(1, here=2, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    first, second = node.agent._ranks.values()
+    first.told, second.process = 0, 2**22 + 1  # none has this number
+    killed: list[int] = []
+    monkeypatch.setattr(Agent, "_kill", lambda self, rank: killed.append(rank.process))
+    node.agent._judge(first, 0)
+    node.time_out()
+    assert second.process in killed
+    second.process = 0
