@@ -227,7 +227,7 @@ def disturb() -> None:
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")
-    wrap(shard_file, "_blocks_of", "writing")
+    wrap(shard_file, "blocks_of", "writing")
     wrap(transaction.FolderTransaction, "_point_tracker", "commit")
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
