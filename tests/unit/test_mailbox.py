@@ -100,13 +100,14 @@ def test_a_text_is_waited_for_without_asking_again() -> None:
 
 
 def _look(port: int, said: Connection) -> None:
-    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 2, 1.2)
+    mailbox = Mailbox(TCPStore("127.0.0.1", port, is_master=False), 2, 6.0)
     mailbox.put("word", "text")
     said.send("connected")
     said.poll(30.0)
     said.send(mailbox.look("word"))
 
 
+@pytest.mark.wide
 def test_a_request_outlasts_that_all_processes_are_suspended_together(server: tuple[int, int]) -> None:
     ours, theirs = fork_context().Pipe()
     client = fork_context().Process(target=_look, args=(server[0], theirs), daemon=True)
@@ -118,7 +119,7 @@ def test_a_request_outlasts_that_all_processes_are_suspended_together(server: tu
     ours.send("ask")
     time.sleep(0.2)
     os.kill(client.pid, signal.SIGSTOP)
-    time.sleep(1.3)
+    time.sleep(6.1)
     os.kill(client.pid, signal.SIGCONT)
     time.sleep(0.05)
     os.kill(server[1], signal.SIGCONT)
