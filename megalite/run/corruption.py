@@ -6,6 +6,9 @@ from typing import Protocol
 
 from megalite.training.metrics import StepMetrics
 
+SICK_NODES = "sick_nodes.jsonl"
+"""File of the run directory with a line for each rank that was found to be wrong: its node, its number, why, when."""
+
 
 class Watch(Protocol):
     """Search for silent corruption (megalite/extras/corruption/watch.py)."""

@@ -15,10 +15,8 @@ from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.run.copies import Copies
+from megalite.run.corruption import SICK_NODES
 from megalite.storage import AnyPath, write_atomically
-
-SICK_NODES = "sick_nodes.jsonl"
-"""File of the run directory with a line for each rank that was found to be wrong: its node, its number, why, when."""
 
 
 class SilentCorruptionError(MegaliteError):

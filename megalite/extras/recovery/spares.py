@@ -15,12 +15,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from megalite.extras.recovery.forks import Launched, fork_caller
 from megalite.extras.recovery.lines import Lines
 from megalite.process.host import is_suspended
 from megalite.process.place import ranks_text
+from megalite.run.corruption import SICK_NODES
+from megalite.small_files import parse_json, read_small_file
 
 _BETWEEN_BEATS = 1.0  # seconds
 _SILENT_BEATS = 5
@@ -35,12 +38,13 @@ class Seats:
     Attributes:
         nodes: the node of each seat.
         absent: nodes that are lost, or have not come yet although the others have begun.
+        sick: nodes that are to have no seat if there are others.
     """
 
     def __init__(self, nodes: int, spare: int) -> None:
         """Give the first nodes the seats. `spare`: the number of nodes without one."""
         self.nodes, self.absent = list(range(nodes - spare)), set[int]()
-        self._all, self._sick = range(nodes), set[int]()
+        self._all, self.sick = range(nodes), set[int]()
         self._last: int | None = None
 
     @property
@@ -52,7 +56,7 @@ class Seats:
     def free(self) -> list[int]:
         """Return the nodes that are there and have no seat, the sick ones last."""
         free = [node for node in self._all if node not in self.absent and node not in self.nodes]
-        return sorted(free, key=lambda node: node in self._sick)
+        return sorted(free, key=lambda node: node in self.sick)
 
     def fail(self, node: int | None) -> None:
         """Note on which node a generation has failed, by no fault of another one; None if that is not known.
@@ -60,7 +64,7 @@ class Seats:
         A node on which two generations in a row fail is sick.
         """
         if node is not None and node == self._last:
-            self._sick.add(node)
+            self.sick.add(node)
         self._last = node
 
     def fill(self) -> list[tuple[int, int, bool]]:
@@ -69,10 +73,10 @@ class Seats:
         Returns the seats that have changed, each with the node before, and whether it is sick.
         """
         changed = []
-        sick = [seat for seat, node in enumerate(self.nodes) if node in self._sick and seat]
+        sick = [seat for seat, node in enumerate(self.nodes) if node in self.sick and seat]
         for seat in (*self.missing, *sick):
             before, free = self.nodes[seat], self.free
-            if free and (before in self.absent or free[0] not in self._sick):
+            if free and (before in self.absent or free[0] not in self.sick):
                 self.nodes[seat] = free[0]
                 changed.append((seat, before, before not in self.absent))
         return changed
@@ -95,6 +99,7 @@ class Spares:
         nodes, self.node = place.world_size // self._node_ranks, place.rank // self._node_ranks
         self.seats = Seats(nodes, first.hello["spare_nodes"])
         self._hosts: dict[int, str] = {}
+        self._directory = Path(first.hello["save"])
         self.lines, self._process = fork_caller(first, baseline, partial(_beat, self.node, nodes))
 
     def close(self) -> None:
@@ -131,12 +136,20 @@ class Spares:
 
     def fill(self) -> str:
         """Give free nodes the seats of absent and sick nodes. Returns a text on who takes whose place, or ""."""
-        return "; ".join(
-            f"{self._host(self.seats.nodes[seat])} takes the place of {self._host(before)} "
-            f"({ranks_text(self._ranks_of(seat))}), "
-            + ("on which ranks have failed twice in a row" if sick else "which is lost")
-            for seat, before, sick in self.seats.fill()
-        )
+        named = sick_nodes(self._directory)
+        self.seats.sick.update(node for node, host in self._hosts.items() if host in named)
+        told = []
+        for seat, before, sick in self.seats.fill():
+            why = (
+                f"which {SICK_NODES} names"
+                if self._host(before) in named
+                else "on which ranks have failed twice in a row"
+            )
+            told.append(
+                f"{self._host(self.seats.nodes[seat])} takes the place of {self._host(before)} "
+                f"({ranks_text(self._ranks_of(seat))}), {why if sick else 'which is lost'}"
+            )
+        return "; ".join(told)
 
     def missing(self) -> str:
         """Return a text on the seats that nobody can take; "" if there is none."""
@@ -178,6 +191,16 @@ class Spares:
         if node not in self.seats.nodes:
             return f"spare node {self._host(node)}"
         return f"{self._host(node)} ({ranks_text(self._ranks_of(self.seats.nodes.index(node)))})"
+
+
+def sick_nodes(directory: Path) -> set[str]:
+    """Return the nodes that the search for silent corruption has named in a run directory."""
+    found = set[str]()
+    with suppress(OSError, ValueError):
+        for line in read_small_file(directory / SICK_NODES).decode().splitlines():
+            with suppress(ValueError, TypeError, KeyError):  # a full disk may have cut it
+                found.add(str(parse_json(line)["node"]))
+    return found
 
 
 def _beat(node: int, nodes: int, lines: Lines, first: Launched) -> NoReturn:

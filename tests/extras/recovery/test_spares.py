@@ -5,10 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from megalite.extras.recovery import spares as spares_module
+from megalite.extras.recovery.forks import Launched
+from megalite.extras.recovery.lines import Lines
 from megalite.extras.recovery.spares import Seats
+from megalite.process.place import Place
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, metrics, words
 from tests.extras.recovery.nodes import RANKS, Node, nodes
 from tests.extras.recovery.processes import children_of, kill, until
@@ -67,6 +72,19 @@ def test_node_0_keeps_its_seat() -> None:
     for node in (0, 0, 0):
         seats.fail(node)
     assert seats.fill() == []
+
+
+def test_a_node_that_computed_wrong_numbers_gets_no_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares_module, "fork_caller", lambda *_: (None, 0))
+    (tmp_path / "sick_nodes.jsonl").write_text(
+        '{"node": "b", "rank": 2, "why": "sticky fault in a gradient", "step": 8}\n{"node": "c\n'
+    )
+    first = Launched(lines=cast(Lines, None), hello={"spare_nodes": 1, "save": str(tmp_path)}, place=Place(0, 0, 6, 2))
+    spares = spares_module.Spares(first, set())
+    for node, host in enumerate("abc"):
+        spares.come([2 * node, 2 * node + 1], host)
+    assert spares.fill() == "c takes the place of b (ranks 2, 3), which sick_nodes.jsonl names"
+    assert spares.waiting() == "spare nodes: b"
 
 
 @pytest.mark.wide
