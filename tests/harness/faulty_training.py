@@ -244,8 +244,8 @@ def shorten() -> None:
     sections.LEAST_SILENCE = 2.0
     sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     sections.Limits.__init__ = (  # type: ignore[method-assign]
-        lambda self, least, unlearnt: (
-            object.__setattr__(self, "least", least) or object.__setattr__(self, "unlearnt", SECONDS)
+        lambda self, least, unlearnt, starts_again=False: self.__dict__.update(
+            least=least, unlearnt=SECONDS, starts_again=starts_again
         )
     )
 
