@@ -22,8 +22,8 @@ class RecoveryConfig:
     memory_checkpoint_partner: PositiveInt = 1
     """Number of nodes from a rank to its partner, which keeps a second copy of its state."""
     spare_nodes: NonNegativeInt = 0
-    """Number of the nodes, the last ones that the launcher starts, that train only in place of one that is lost, or on
-    which ranks fail twice in a row."""
+    """Number of the nodes, the last ones that the launcher starts, that train only in place of one that is lost, on
+    which ranks fail twice in a row, or whose numbers were wrong (sick_nodes.jsonl)."""
 
     def ranks_that_train(self, world_size: int, node_ranks: int | None) -> int:
         """Return how many ranks train, of `world_size` that the launcher starts.

@@ -31,7 +31,7 @@ class CommonEnd:
     """End of a program on all ranks of a run. Created by all ranks together."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        self._rank, self._ranks = mesh.rank, mesh.world_size
+        self._ranks = mesh.world_size
         # A name of this run's own: a program may start one run after the other in the same processes.
         self._name = f"megalite/end/{all_gather_json(secrets.token_hex(8), mesh)[0]}/"
 
@@ -41,8 +41,9 @@ class CommonEnd:
             return
         try:
             mailbox = Mailbox(torch_internals.default_store(), self._ranks, prefix=self._name)
-            mailbox.put(f"ranks/{self._rank}", "")
-            all_ended = mailbox.wait([f"ranks/{rank}" for rank in range(self._ranks)], WAIT_SECONDS)
+            if mailbox.add("ended", 1) == self._ranks:
+                mailbox.put("all ended", "")
+            all_ended = mailbox.wait(["all ended"], WAIT_SECONDS)
             decision = mailbox.first("decision", _ALL if all_ended else _SOME)
         except CommunicationError:  # the store is gone or hangs
             decision = _SOME

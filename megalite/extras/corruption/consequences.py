@@ -56,13 +56,13 @@ class Consequences:
         """Return the error to end with, the same on all ranks. `hosts`: the node of each rank."""
         directory, agreed = self._directory, finding.agreed
         goes_back = self._config.on_corruption == "go-back"
-        if goes_back and self._copies is not None:
-            self._copies.drop_after(agreed)
         told: list[str | None] = [None, None]
         with raise_on_all_ranks(self._mesh, f"recording silent corruption in {directory}"):
             if self._mesh.rank == 0 and directory is not None:
                 self._record(directory, finding, hosts)
                 told = self._checkpoints(directory, agreed, goes_back=goes_back)
+        if goes_back and self._copies is not None:
+            self._copies.drop_after(agreed)
         suspect, newest = all_gather_json(told, self._mesh)[0]
         text = f"{finding.what}. Steps after {agreed} may be wrong"
         if suspect:

@@ -41,7 +41,9 @@ class CorruptionWatch:
         self._reruns = None if self._rerun_interval is None else Reruns(trainer)
         self._consequences = Consequences(config, trainer.directory, mesh, copies)
         self._hosts: list[str] = all_gather_json(host_name(), mesh)
-        self._agreed = self._verified = trainer.iteration  # what ranks load or draw is the same
+        # Those of the last checks before this start: a step after them may have gone wrong before it.
+        self._agreed = last_checked(trainer.iteration, self._hash_interval)
+        self._verified = last_checked(trainer.iteration, self._rerun_interval)
         self._consumed = trainer.consumed_samples
 
     def step(self) -> StepMetrics:
@@ -147,3 +149,8 @@ class CorruptionWatch:
         shown = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in ranks[:_SHOWN])
         more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
         return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
+def last_checked(iteration: int, interval: int | None) -> int:
+    """Return the last step whose weights a check has seen before this step, by an interval that has not changed."""
+    return 0 if interval is None else max(0, iteration // interval * interval - 1)

@@ -1,11 +1,14 @@
 """Agent of a node: a process that has imported everything, and forks the node's ranks, one generation after another.
 
 It has one thread, since it forks, and waits for nothing but events: messages of the launcher's processes, the end of a
-rank or of the launcher, and notices of the other agents (board.py). All agents go through the same states together:
+rank or of the launcher, and notices of the other agents (board.py). Agents go through these states together:
 
 - meeting: each tells on the board which ranks it has. Rank 0's agent gathers them, and decides: begin, or end the run.
 - running: the ranks train. Whoever sees a rank fail says so on the board, where the first word counts.
 - ending: all agents end their ranks, and meet again. If a rank has ended the run on purpose, they end instead.
+
+An agent alone is waiting (for the launcher's processes), connecting (to the store), spare (it has no ranks to fork),
+leaving (it has told the others that it ends) or left.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.extras.recovery.notices import Notices
 from megalite.extras.recovery.preload import preload
-from megalite.process.host import host_name
+from megalite.process.host import host_name, is_suspended
 from megalite.process.output import require_streams
 from megalite.process.place import Place, ranks_text
 from megalite.process.signals import STOP_SIGNALS
@@ -77,7 +80,7 @@ class Agent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._begun: int | None = None
-        self._history: list[tuple[int | None, str]] = []
+        self._history: list[tuple[int, int | None, str]] = []
         self._why, self._failed_at = "", 0.0
 
     # ------------------------------------------------------------------------------------------------ events
@@ -183,6 +186,9 @@ class Agent:
 
     def _forward(self, rank: Launched, number: int) -> None:
         """Pass a stop signal on. From now on ranks are not started again."""
+        if self._state == "spare":  # the others go on without this node
+            self._give_node_up({"end": EXIT_RESUMABLE})
+            return
         self._stopped = True
         if rank.process:
             with suppress(ProcessLookupError):
@@ -299,7 +305,9 @@ class Agent:
         self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped, "host": host_name()})
         first = self._generation == 1
         seconds = self._first.hello["meeting_seconds"] if first else _MEETING_SECONDS
-        self._wait(seconds if self._decides else seconds + _ANSWER_SECONDS, self._miss)
+        if not self._decides:
+            seconds += _ANSWER_SECONDS + (0.0 if self._spares is None else _MEETING_SECONDS)
+        self._wait(seconds, self._miss)
 
     def _miss(self) -> None:
         """Go on without those that have not come, if spare nodes can take their places, or end the run."""
@@ -322,8 +330,13 @@ class Agent:
         if self._spares is not None:
             self._spares.come(value["ranks"], value["host"])
             if self._generation == 1 and self._state == "meeting" and self._spares.suffice(self._came):
-                self._wait(_MEETING_SECONDS, self._miss)
+                self._hurry()
         self._begin_if_complete()
+
+    def _hurry(self) -> None:
+        """Wait no longer than a minute from now."""
+        if self._deadline is None or self._deadline[0] > time.monotonic() + _MEETING_SECONDS:
+            self._wait(_MEETING_SECONDS, self._miss)
 
     def _begin_if_complete(self) -> None:
         """Decide how it goes on, once all nodes that are not lost have come."""
@@ -334,14 +347,14 @@ class Agent:
         """Return how it goes on, once all have come."""
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
-        ended = list(enumerate(self._history, start=1))
-        begun = [(number, end) for number, end in ended if end[0] is not None]
+        ended = self._history
+        begun = [end for end in ended if end[1] is not None]
         for latest in (begun[-_WITHOUT_PROGRESS:], ended[-_WITHOUT_PROGRESS:]):
-            steps = {step for _, (step, _) in latest}
+            steps = {step for _, step, _ in latest}
             if len(latest) == _WITHOUT_PROGRESS and len(steps) == 1:
                 step = steps.pop()
                 where = "ended before they began to train" if step is None else f"began after step {step} and failed"
-                told = "; ".join(f"generation {number}: {why}" for number, (_, why) in latest)
+                told = "; ".join(f"generation {number}: {why}" for number, _, why in latest)
                 return {"end": EXIT_FATAL, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
         return {"begin": True} if self._spares is None else self._fill_seats(self._spares)
 
@@ -434,8 +447,8 @@ class Agent:
             if not any(each.process for each in self._ranks.values()):
                 self._add("finished", [each.trains.rank for each in self._ranks.values()])
                 self._state = "ending"
-            elif self._deadline is None:  # the others end soon, unless they are suspended: no watchdog sees it any more
-                self._wait(self._first.hello["meeting_seconds"], self._kill_all)
+            elif self._deadline is None:
+                self._wait(self._first.hello["meeting_seconds"], self._kill_suspended)
             return
         if code in (EXIT_CONFIGURATION, EXIT_FATAL) or code == rank.told == EXIT_RESUMABLE or self._stopped:
             self._first_word("over", {"end": code if code >= 0 else EXIT_RESUMABLE, "rank": number})
@@ -450,6 +463,13 @@ class Agent:
         self._first_word("over", {"failed": why, "grace": grace, "node": node})
         self._state = "ending"
         self._wait(grace, self._kill_all)
+
+    def _kill_suspended(self) -> None:
+        """Kill ranks that are suspended after others have finished: no watchdog sees it any more."""
+        for rank in self._ranks.values():
+            if is_suspended(rank.process):
+                self._kill(rank)
+        self._wait(self._first.hello["meeting_seconds"], self._kill_suspended)
 
     def _see_finished(self, value: list[int]) -> None:
         self._finished.update(value)
@@ -475,15 +495,16 @@ class Agent:
         """Go on once the ranks of this node have ended, and it is known why."""
         if any(rank.process for rank in self._ranks.values()):
             return
-        if self._verdict is None:  # the store may hang: nothing else would end this wait
-            self._wait(self._first.hello["meeting_seconds"], self._lose_board)
+        if self._verdict is None:
+            if not all(rank.told == EXIT_FINISHED for rank in self._ranks.values()):  # ranks elsewhere may take longer
+                self._wait(self._first.hello["meeting_seconds"], self._lose_board)
             return
         self._deadline = None
         if "end" in self._verdict:
             self._leave_together(self._verdict)
             return
-        if self._decides:
-            self._history.append((self._begun, self._verdict["failed"]))
+        if self._decides and "lost" not in self._verdict:
+            self._history.append((self._generation, self._begun, self._verdict["failed"]))
         self._meet()
 
     def _kill(self, rank: Launched) -> None:
@@ -514,19 +535,22 @@ class Agent:
     def _read_beats(self) -> None:
         assert self._spares is not None
         try:
-            silent = [message["silent"] for message in self._spares.lines.receive()]
+            messages = self._spares.lines.receive()
         except Ended:
             self._selector.unregister(self._spares.lines)
             self._lose_board()
             return
-        for node in silent:
-            self._lose_node(self._spares, node)
+        for message in messages:
+            if "silent" in message:
+                self._lose_node(self._spares, message["silent"])
+            elif message["back"] not in self._spares.seats.nodes:
+                self._spares.seats.absent.discard(message["back"])
 
     def _lose_node(self, spares: Spares, node: int) -> None:
         """End the generation because a node does not answer any more, unless the node only waits."""
         trains, name = node in spares.seats.nodes, spares.lose(node)
         if trains and self._state == "running":
-            self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0})
+            self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0, "lost": True})
         elif not trains:
             self._say(f"{name} does not answer any more; {spares.waiting()}")
         self._begin_if_complete()
@@ -534,14 +558,17 @@ class Agent:
     def _give_node_up(self, end: Message) -> None:
         """End this node alone: another one takes its place."""
         if self._state == "running":
-            self._first_word("over", {"failed": end["error"], "grace": 0.0})
+            self._first_word("over", {"failed": end["error"], "grace": 0.0, "lost": True})
         self._kill_all()
         self._state = "leaving"
         self._wait(_NOTICE_SECONDS, partial(self._end_all, {**end, "local": True}))
 
     def _fill_seats(self, spares: Spares) -> Message:
         """Return which nodes train; or the end of the run, if they are too few."""
-        told = [self._why, spares.fill()] if self._generation > 1 else [spares.fill(), spares.waiting()]
+        filled = spares.fill()
+        if filled:
+            self._history = []  # other nodes may get further
+        told = [self._why, filled] if self._generation > 1 else [filled, spares.waiting()]
         text = "; ".join(filter(None, told))
         if missing := spares.missing():
             return {"end": EXIT_RESUMABLE, "error": f"{missing} ({text})"}

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
-from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from megalite.errors import CheckpointError, CommunicationError, ConfigurationError, CorruptCheckpointError
 from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.interval import Price, interval_for
 from megalite.extras.recovery.partner import Links, can_replace_nodes, partners_of
@@ -292,7 +293,8 @@ class Copies:
     def drop_after(self, step: int) -> None:
         """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
         if self._work is not None:
-            self._work.result()
+            with suppress(Exception):  # whether it is whole or not, it goes
+                self._work.result()
         for slot in (*self._own, *self._kept):
             header = slot.header()
             if header is not None and header.step > step:
@@ -335,7 +337,10 @@ class Copies:
         began = time.thread_time()
         header = seal(slot, self._identity, self._mark, parts, Manifest(*progress, {}, {}))
         if self._links is not None:
-            self._links.exchange(slot, header, _free(self._kept, self._other))
+            try:
+                self._links.exchange(slot, header, _free(self._kept, self._other))
+            except (RuntimeError, CorruptCheckpointError) as error:  # a partner has died, or its bytes were changed
+                raise CommunicationError(f"the exchange of copies in memory failed: {error}") from error
         return time.thread_time() - began
 
     def __enter__(self) -> Copies:

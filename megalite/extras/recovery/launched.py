@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -78,7 +79,9 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
-    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"])
+    goes_on_without = config.recovery.spare_nodes > 0 and place.rank >= (place.local_world_size or 1)
+    tell = _say_alone if goes_on_without else _report
+    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"], tell)
 
 
 def _open_streams() -> None:
@@ -193,8 +196,10 @@ def _start_agent(name: str, launcher: int) -> None:
         )
 
 
-def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: object) -> int:
-    """Do what the agent says until it gives the exit code, and pass on stop signals.
+def _follow(
+    lines: Lines, signals: int, place: Place, stop: Path, old_stop: object, tell: Callable[[str, int], object]
+) -> int:
+    """Do what the agent says until it gives the exit code, and pass on stop signals. `tell`: reports an error.
 
     One process of the node also tells the agent of a `stop` file that is newer than the run. The agent needs it while
     no ranks run, as when other nodes are late.
@@ -216,25 +221,32 @@ def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: obje
                 messages = lines.receive()
             except Ended:
                 if place.local_rank == 0:
-                    report(
-                        None,
-                        "the agent of this node's ranks has ended without a message, and they with it",
-                        EXIT_RESUMABLE,
-                    )
+                    text = "the agent of this node's ranks has ended without a message, and they with it"
+                    tell(text, EXIT_RESUMABLE)
                 return EXIT_RESUMABLE
             for message in messages:
                 if "say" in message:
                     with suppress(OSError):
                         say(message["say"])
                 if "end" in message:
-                    return _end(message)
+                    return _end(message, tell)
 
 
-def _end(message: Message) -> int:
+def _end(message: Message, tell: Callable[[str, int], object]) -> int:
     code: int = message["end"]
     if message.get("record") and os.environ.get(VARIABLE):
         with suppress(OSError):
             shutil.copyfile(message["record"], os.environ[VARIABLE])
     if message.get("error"):
-        report(None, message["error"], code)
+        tell(message["error"], code)
     return code
+
+
+def _report(text: str, code: int) -> None:
+    report(None, text, code)
+
+
+def _say_alone(text: str, code: int) -> None:
+    """Say why this node ends, and leave MEGALITE_EXIT_FILE to the others: the run may go on without it."""
+    with suppress(OSError):
+        say(f"error: {text}", to_error=True)

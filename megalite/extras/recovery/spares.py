@@ -73,7 +73,7 @@ class Seats:
         Returns the seats that have changed, each with the node before, and whether it is sick.
         """
         changed = []
-        sick = [seat for seat, node in enumerate(self.nodes) if node in self.sick and seat]
+        sick = [seat for seat, node in enumerate(self.nodes) if node in self.sick - self.absent and seat]
         for seat in (*self.missing, *sick):
             before, free = self.nodes[seat], self.free
             if free and (before in self.absent or free[0] not in self.sick):
@@ -87,7 +87,8 @@ class Spares:
 
     Attributes:
         node: number of this agent's node.
-        lines: connection to the process that tells the store that this node is alive. It sends `{"silent": NODE}`.
+        lines: connection to the process that tells the store that this node is alive. It sends `{"silent": NODE}`
+            and `{"back": NODE}`.
         seats: which node has which seat.
     """
 
@@ -217,6 +218,8 @@ def _beat(node: int, nodes: int, lines: Lines, first: Launched) -> NoReturn:
             mailbox.add(f"beats of {node}", 1)
         for other in range(1, nodes) if node == 0 else ():
             count = mailbox.add(f"beats of {other}", 0)
+            if count != counts[other] and silent[other] >= _SILENT_BEATS:
+                lines.send({"back": other})
             silent[other] = silent[other] + 1 if count == counts[other] else 0
             counts[other] = count
             if count and silent[other] == _SILENT_BEATS:  # counted, not timed: this process may have been suspended

@@ -15,6 +15,7 @@ from megalite.extras.corruption import replicas, rerun
 from megalite.extras.corruption.bit_hash import BitHash
 from megalite.extras.corruption.consequences import Consequences, Finding
 from megalite.extras.corruption.rerun import Replicas, Result
+from megalite.extras.corruption.watch import last_checked
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from tests.extras.corruption.corruption_run import HASHES, RERUNS
 from tests.unit.test_config_validate import problems
@@ -169,3 +170,12 @@ def test_a_program_of_ones_own_is_refused() -> None:
             micro_batch_size=1,
             rerun_on_replica_interval=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("iteration", "interval", "expected"), [(0, 5, 0), (4, 5, 0), (5, 5, 4), (9, 5, 4), (10, 5, 9), (7, None, 0)]
+)
+def test_a_start_trusts_what_the_last_check_before_it_has_seen(
+    iteration: int, interval: int | None, expected: int
+) -> None:
+    assert last_checked(iteration, interval) == expected

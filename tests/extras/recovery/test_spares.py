@@ -67,6 +67,15 @@ def test_seats_of_lost_nodes_are_taken_first_and_by_nodes_that_are_well() -> Non
     assert seats.missing == []
 
 
+def test_a_seat_whose_node_was_sick_and_is_lost_is_filled_once() -> None:
+    seats = Seats(nodes=4, spare=2)
+    seats.fail(1)
+    seats.fail(1)
+    seats.absent.add(1)
+    assert seats.fill() == [(1, 1, False)]
+    assert (seats.nodes, seats.free) == ([0, 2], [3])
+
+
 def test_node_0_keeps_its_seat() -> None:
     seats = Seats(nodes=3, spare=1)
     for node in (0, 0, 0):
