@@ -22,7 +22,7 @@ FLAGS = (
     *MOCK,
     *GPT2,
     *words("--train-iters 12 --save-interval 3 --eval-interval 4 --lr-decay-style constant"),
-    *words("--eval-iters 1 --use-distributed-optimizer --watchdog-min-seconds 10"),
+    *words("--eval-iters 1 --use-distributed-optimizer --watchdog-min-seconds 30"),
     *words("--distributed-timeout-minutes 1"),
     *words("--save {run} --resume auto"),
 )
