@@ -533,6 +533,7 @@ class Agent:
             self._on_read(self._spares.lines, self._read_beats)
 
     def _read_beats(self) -> None:
+        """Handle that nodes are silent, or heard of again."""
         assert self._spares is not None
         try:
             messages = self._spares.lines.receive()

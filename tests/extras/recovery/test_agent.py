@@ -288,7 +288,7 @@ def test_a_node_that_is_lost_is_no_lack_of_progress(node: Node) -> None:
 
 
 def test_a_node_whose_ranks_have_finished_waits_for_others(node: Node) -> None:
-    """Those of another node may export for longer than a meeting may take."""
+    """Ranks of another node may export for longer than a meeting may take."""
     lines = meeting(node, world=2)
     began(node)
     node.agent._ranks[0].told = 0
