@@ -86,7 +86,7 @@ def test_a_program_of_ones_own_that_cannot_start_again_is_refused(
     given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("__spec__", "__file__"):
-        monkeypatch.setattr(sys.modules["__main__"], name, None)
+        monkeypatch.setattr(sys.modules["__main__"], name, None, raising=False)
     with pytest.raises(ConfigurationError, match=re.escape(expected)):
         megalite.Trainer(
             torch.nn.Linear(2, 2),
