@@ -267,16 +267,13 @@ class Agent:
             self._end_all({"end": EXIT_RESUMABLE, "error": why, "local": True})
 
     def _close_board(self) -> None:
-        if self._notices is not None:
-            with suppress(KeyError):
-                self._selector.unregister(self._notices)
-            self._notices.close()
-            self._notices = None
-        if self._spares is not None:
-            with suppress(KeyError):
-                self._selector.unregister(self._spares.lines)
-            self._spares.close()
-            self._spares = None
+        callers: tuple[Notices | Spares | None, ...] = (self._notices, self._spares)
+        for caller in callers:
+            if caller is not None:
+                with suppress(KeyError):
+                    self._selector.unregister(caller)
+                caller.close()
+        self._notices = self._spares = None
 
     def _watch(self, kind: str) -> None:
         if self._notices is not None:
@@ -530,15 +527,15 @@ class Agent:
             from megalite.extras.recovery.spares import Spares
 
             self._spares = Spares(self._first, self._baseline)
-            self._on_read(self._spares.lines, self._read_beats)
+            self._on_read(self._spares, self._read_beats)
 
     def _read_beats(self) -> None:
         """Handle that nodes are silent, or heard of again."""
         assert self._spares is not None
         try:
-            messages = self._spares.lines.receive()
+            messages = self._spares.receive()
         except Ended:
-            self._selector.unregister(self._spares.lines)
+            self._selector.unregister(self._spares)
             self._lose_board()
             return
         for message in messages:

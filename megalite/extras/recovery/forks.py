@@ -41,6 +41,21 @@ class Launched:
     ended: bool = False
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Process that calls the store for an agent, and the connection to it."""
+
+    lines: Lines
+    process: int
+
+    def close(self) -> None:
+        """End the process."""
+        self.lines.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+
+
 def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[int]) -> None:
     """Start the process of a rank.
 
@@ -68,20 +83,20 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     rank.process, rank.pipe, rank.told = process, reading, None
 
 
-def fork_board(first: Launched, baseline: set[int]) -> tuple[Lines, int]:
-    """Start the process that calls the store; return the connection to it, and its ID."""
+def fork_board(first: Launched, baseline: set[int]) -> Caller:
+    """Start the process that writes and reads the board."""
     return fork_caller(first, baseline, _call_store)
 
 
-def fork_caller(first: Launched, baseline: set[int], call: Callable[[Lines, Launched], None]) -> tuple[Lines, int]:
-    """Start a process that calls the store for the agent; return the connection to it, and its ID."""
+def fork_caller(first: Launched, baseline: set[int], call: Callable[[Lines, Launched], None]) -> Caller:
+    """Start a process that calls the store. `first`: the node's lowest rank; `baseline`: open files it inherits."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     process = os.fork()
     if not process:
         _run_caller(Lines(theirs), first, baseline, parent, call)
     theirs.close()
-    return Lines(ours), process
+    return Caller(Lines(ours), process)
 
 
 def _variables(rank: Launched, generation: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,7 +81,7 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
     goes_on_without = config.recovery.spare_nodes > 0 and place.rank >= (place.local_world_size or 1)
-    tell = _say_alone if goes_on_without else _report
+    tell = _say_alone if goes_on_without else partial(report, None)
     return _follow(lines, reading, place, Path(save) / STOP, hello["stop"], tell)
 
 
@@ -240,10 +241,6 @@ def _end(message: Message, tell: Callable[[str, int], object]) -> int:
     if message.get("error"):
         tell(message["error"], code)
     return code
-
-
-def _report(text: str, code: int) -> None:
-    report(None, text, code)
 
 
 def _say_alone(text: str, code: int) -> None:

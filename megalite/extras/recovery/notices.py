@@ -5,13 +5,10 @@ Each notice belongs to a generation, and has a kind.
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import suppress
 from typing import Any
 
 from megalite.extras.recovery.forks import Launched, fork_board
-from megalite.extras.recovery.lines import Lines, Message
+from megalite.extras.recovery.lines import Message
 
 
 class Notices:
@@ -19,8 +16,8 @@ class Notices:
 
     def __init__(self, first: Launched, baseline: set[int]) -> None:
         """Fork the process. `first`: the node's lowest rank; `baseline`: open files that processes inherit."""
-        self._lines: Lines
-        self._lines, self._process = fork_board(first, baseline)
+        self._caller = fork_board(first, baseline)
+        self._lines = self._caller.lines
 
     def fileno(self) -> int:
         """Return the file descriptor, for a selector."""
@@ -51,10 +48,7 @@ class Notices:
 
     def close(self) -> None:
         """End the process."""
-        self._lines.close()
-        with suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)
-        os.waitpid(self._process, 0)
+        self._caller.close()
 
 
 def _notice(message: Message) -> Message:

@@ -9,7 +9,6 @@ host the store.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalite.extras.recovery.forks import Launched, fork_caller
-from megalite.extras.recovery.lines import Lines
+from megalite.extras.recovery.lines import Lines, Message
 from megalite.process.host import is_suspended
 from megalite.process.place import ranks_text
 from megalite.run.corruption import SICK_NODES
@@ -87,8 +86,6 @@ class Spares:
 
     Attributes:
         node: number of this agent's node.
-        lines: connection to the process that tells the store that this node is alive. It sends `{"silent": NODE}`
-            and `{"back": NODE}`.
         seats: which node has which seat.
     """
 
@@ -101,14 +98,22 @@ class Spares:
         self.seats = Seats(nodes, first.hello["spare_nodes"])
         self._hosts: dict[int, str] = {}
         self._directory = Path(first.hello["save"])
-        self.lines, self._process = fork_caller(first, baseline, partial(_beat, self.node, nodes))
+        self._caller = fork_caller(first, baseline, partial(_beat, self.node, nodes))
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for a selector."""
+        return self._caller.lines.fileno()
+
+    def receive(self) -> list[Message]:
+        """Return which nodes are silent, or heard of again: `{"silent": NODE}` or `{"back": NODE}` each.
+
+        Raises Ended when the process that tells it has ended.
+        """
+        return self._caller.lines.receive()
 
     def close(self) -> None:
-        """Stop to tell that this node is alive."""
-        self.lines.close()
-        with suppress(ProcessLookupError):
-            os.kill(self._process, signal.SIGKILL)
-        os.waitpid(self._process, 0)
+        """Stop telling that this node is alive."""
+        self._caller.close()
 
     @property
     def world_size(self) -> int:
