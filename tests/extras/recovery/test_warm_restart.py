@@ -214,11 +214,15 @@ def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_
 
 
 def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path) -> None:
-    flags = [*MOCK, *GPT2, "--train-iters", "2", "--save", str(tmp_path / "run"), "--resume", "auto", "--warm-restart"]
-    command = shlex.join([sys.executable, str(PRETRAIN), *flags])
-    subprocess.run(["sh", "-c", f"nohup {command} <&- >&- 2>&- &"], check=True)
+    """The shell ends in the middle of the run, so that it is the process's parent when the run begins."""
+    flags = [*MOCK, *GPT2, "--train-iters", "60", "--save", str(tmp_path / "run"), "--resume", "auto"]
+    command = shlex.join([sys.executable, str(PRETRAIN), *flags, "--warm-restart"])
+    begun = shlex.quote(str(tmp_path / "run" / "metrics.jsonl"))
+    shell = f"nohup {command} <&- >&- 2>&- & while [ ! -s {begun} ]; do sleep 0.05; done"
+    subprocess.run(["sh", "-c", shell], check=True, timeout=60)
+    assert not (tmp_path / "run" / "DONE").exists()
     until((tmp_path / "run" / "DONE").exists, "the run has not finished")
-    assert iterations(tmp_path / "run") == [1, 2]
+    assert iterations(tmp_path / "run") == list(range(1, 61))
 
 
 def test_one_process_alone_goes_on(start: Start, tmp_path: Path) -> None:
