@@ -313,7 +313,7 @@ class Agent:
             return
         missing = self._awaited - self._came
         if self._spares is not None:
-            self._spares.miss(missing)
+            self._spares.mark_absent(missing)
             self._begin_if_complete()
             self._wait(_ANSWER_SECONDS, self._lose_board)
             return
@@ -325,8 +325,8 @@ class Agent:
         self._came.update(value["ranks"])
         self._stopped = self._stopped or value["stopped"]
         if self._spares is not None:
-            self._spares.come(value["ranks"], value["host"])
-            if self._generation == 1 and self._state == "meeting" and self._spares.suffice(self._came):
+            self._spares.mark_present(value["ranks"], value["host"])
+            if self._generation == 1 and self._state == "meeting" and self._spares.are_enough(self._came):
                 self._hurry()
         self._begin_if_complete()
 
@@ -368,7 +368,7 @@ class Agent:
         self._begun = None
         self._watch("over")
         if self._spares is not None:
-            trains = self._spares.sit(self._ranks.values(), value["seats"])
+            trains = self._spares.take_seats(self._ranks.values(), value["seats"])
             self._keep_memory({rank.trains.rank for rank in self._ranks.values()} if trains else set())
             if not trains:
                 self._state = "spare"
@@ -546,7 +546,7 @@ class Agent:
 
     def _lose_node(self, spares: Spares, node: int) -> None:
         """End the generation because a node does not answer any more, unless the node only waits."""
-        trains, name = node in spares.seats.nodes, spares.lose(node)
+        trains, name = node in spares.seats.nodes, spares.mark_lost(node)
         if trains and self._state == "running":
             self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0, "lost": True})
         elif not trains:

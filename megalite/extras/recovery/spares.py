@@ -125,17 +125,17 @@ class Spares:
         """Return the launcher's numbers of the ranks of absent nodes."""
         return {rank for node in self.seats.absent for rank in self._ranks_of(node)}
 
-    def come(self, ranks: Iterable[int], host: str) -> None:
+    def mark_present(self, ranks: Iterable[int], host: str) -> None:
         """Note that a node is there. `ranks`: the launcher's numbers of its ranks."""
         node = min(ranks) // self._node_ranks
         self._hosts[node] = host
         self.seats.absent.discard(node)
 
-    def miss(self, ranks: Iterable[int]) -> None:
+    def mark_absent(self, ranks: Iterable[int]) -> None:
         """Note that the nodes of these ranks are not there."""
         self.seats.absent.update(rank // self._node_ranks for rank in ranks)
 
-    def lose(self, node: int) -> str:
+    def mark_lost(self, node: int) -> str:
         """Note that a node is lost. Returns its name."""
         self.seats.absent.add(node)
         return self._name(node)
@@ -171,12 +171,12 @@ class Spares:
         """Return a text on the nodes that wait."""
         return f"spare nodes: {', '.join(map(self._host, self.seats.free)) or 'none is left'}"
 
-    def suffice(self, ranks: Iterable[int]) -> bool:
+    def are_enough(self, ranks: Iterable[int]) -> bool:
         """Tell whether so many nodes have come that each seat can be taken. `ranks`: the launcher's numbers."""
         came = {rank // self._node_ranks for rank in ranks}
         return 0 in came and len(came) >= len(self.seats.nodes)
 
-    def sit(self, ranks: Iterable[Launched], nodes: list[int]) -> bool:
+    def take_seats(self, ranks: Iterable[Launched], nodes: list[int]) -> bool:
         """Give the ranks of this node the numbers of its seat. `nodes`: by seat. Returns False if it has none."""
         self.seats.nodes = nodes
         if self.node not in nodes:
@@ -214,8 +214,8 @@ def _beat(node: int, nodes: int, lines: Lines, first: Launched) -> NoReturn:
     from megalite.lifecycle.rendezvous import connect
 
     # As a rank that does not host the store, and does not say when it waits for it: the board does both.
-    stranger = replace(first.place, rank=first.place.world_size, local_rank=1)
-    mailbox = connect(stranger, first.hello["meeting_seconds"], "spares")
+    client = replace(first.place, rank=first.place.world_size, local_rank=1)
+    mailbox = connect(client, first.hello["meeting_seconds"], "spares")
     mailbox = replace(mailbox, answer_seconds=_LEASE_SECONDS)
     agent, counts, silent = os.getppid(), [0] * nodes, [0] * nodes
     while True:

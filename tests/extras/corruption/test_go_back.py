@@ -18,9 +18,15 @@ __all__ = ["undisturbed"]
 FLIP = Fault("bit-in-memory", 1, "data", 8, seed=1)
 
 
-def run(folder: Path, flags: str, fault: Fault = FLIP) -> Trial:
+def run(folder: Path, flags: str, undisturbed: Trial, fault: Fault = FLIP) -> tuple[Trial, str, int]:
+    """Run with a fault, to the bits of the undisturbed run. Returns it, what its first start has said, and how many
+    steps it has run again."""
     whole = [*command(2), *words(flags), "--on-corruption", "go-back"]
-    return Running(whole, folder, [fault], SITES, Limits(120.0), cut=False).run_to_its_end()
+    trial = Running(whole, folder, [fault], SITES, Limits(120.0), cut=False).run_to_its_end()
+    log = (trial.folder / "start0.log").read_text()
+    verdict = judged(trial, undisturbed)
+    assert verdict.holds, (verdict.why, log)
+    return trial, log, verdict.repeated
 
 
 def sick(folder: Path) -> list[dict[str, object]]:
@@ -31,12 +37,9 @@ def sick(folder: Path) -> list[dict[str, object]]:
 @pytest.mark.wide
 def test_a_flipped_weight_costs_steps_and_no_bits(undisturbed: Trial, tmp_path: Path) -> None:
     """The run saves every three steps: it goes back from step 8, before its update, to 6."""
-    trial = run(tmp_path / "trial", f"{HASHES} 1")
-    log = (trial.folder / "start0.log").read_text()
-    verdict = judged(trial, undisturbed)
-    assert verdict.holds, (verdict.why, log)
+    trial, log, repeated = run(tmp_path / "trial", f"{HASHES} 1", undisturbed)
     assert trial.codes == [85, 0]
-    assert verdict.repeated == 1  # step 7
+    assert repeated == 1  # step 7
     assert "rank 1 (" in log
     assert "has weights or state that have changed between two updates: " in log
     assert "--resume auto goes back to step 6" in log
@@ -49,20 +52,14 @@ def test_suspect_checkpoints_are_not_loaded(undisturbed: Trial, tmp_path: Path) 
     """Weights are compared at step 10 only, without ZeRO: those of steps 6 and 9 are suspect."""
     fault = Fault("bit-in-memory", 1, "data", 7, seed=1)
     flags = f"{HASHES} 5 --data-parallel-sharding-strategy no_shard --no-use-distributed-optimizer"
-    trial = run(tmp_path / "trial", flags, fault)
-    log = (trial.folder / "start0.log").read_text()
-    verdict = judged(trial, undisturbed)
-    assert verdict.holds, (verdict.why, log)
+    _, log, _ = run(tmp_path / "trial", flags, undisturbed, fault)
     assert "and so may iter_0000006, iter_0000009" in log
     assert "goes back to step 3" in log
 
 
 @pytest.mark.wide
 def test_suspect_copies_in_memory_are_not_loaded(undisturbed: Trial, tmp_path: Path) -> None:
-    trial = run(tmp_path / "trial", f"{HASHES} 1 {' '.join(WARM)}")
-    log = (trial.folder / "start0.log").read_text()
-    verdict = judged(trial, undisturbed)
-    assert verdict.holds, (verdict.why, log)
+    trial, log, _ = run(tmp_path / "trial", f"{HASHES} 1 {' '.join(WARM)}", undisturbed)
     assert trial.codes == [0]
     assert "rank 1 (" in log
     assert "or to newer copies in memory" in log

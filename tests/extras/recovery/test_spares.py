@@ -91,7 +91,7 @@ def test_a_node_that_computed_wrong_numbers_gets_no_seat(tmp_path: Path, monkeyp
     first = Launched(lines=cast(Lines, None), hello={"spare_nodes": 1, "save": str(tmp_path)}, place=Place(0, 0, 6, 2))
     spares = spares_module.Spares(first, set())
     for node, host in enumerate("abc"):
-        spares.come([2 * node, 2 * node + 1], host)
+        spares.mark_present([2 * node, 2 * node + 1], host)
     assert spares.fill() == "c takes the place of b (ranks 2, 3), which sick_nodes.jsonl names"
     assert spares.waiting() == "spare nodes: b"
 
