@@ -31,7 +31,7 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.cpu_step import megalite_step, quartiles
 from benchmarks.results import write_results
-from megalite.lifecycle.failure import default_store, report
+from megalite.lifecycle.failure import default_mailbox, report
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
 from megalite.watchdog.sections import AGREEMENT, DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, Limits, Sections
@@ -59,8 +59,8 @@ def serve(rank: int, port: int, watched: bool, connections: list[Connection]) ->
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = ParallelMesh(rank=rank, world_size=2)
     sections = Sections(lambda: mesh.waits.seconds)
-    store = default_store()
-    watchdog = Watchdog(sections, Limits(), report, Place(rank, rank, 2), store=store)
+    mailbox = default_mailbox()
+    watchdog = Watchdog(sections, Limits(), report, Place(rank, rank, 2), mailbox=mailbox)
     section = sections if watched else lambda name: nullcontext()
     step = megalite_step(VOCABULARY, mesh)
     with watchdog if watched else nullcontext():

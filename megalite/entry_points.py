@@ -7,6 +7,7 @@ from typing import Any
 
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
+    "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
     "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",
     "with_device_classes": "megalite.extras.planner.device_classes:with_device_classes",
@@ -15,6 +16,7 @@ _ENTRY_POINTS = {
     "data_parallel_speeds": "megalite.extras.planner.device_classes:data_parallel_speeds",
     "device_lines": "megalite.extras.planner.device_plan:device_lines",
     "run_warm": "megalite.extras.recovery.launched:run_warm",
+    "run_program_warm": "megalite.extras.recovery.launched:run_program_warm",
     "generation": "megalite.extras.recovery.generation:generation",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
 }

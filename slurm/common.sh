@@ -60,6 +60,9 @@ split_container() {
 # patiently COMMAND...: again until it succeeds, as SLURM's controller may not answer for a while
 patiently() { until "$@"; do sleep 5; done; }
 
+# has_spares FLAGS...: whether nodes wait within the run to take the place of others
+has_spares() { [[ " $* " =~ \ --spare[-_]nodes[\ =] ]]; }
+
 # launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}", which are in the order in which SLURM
 # numbers them in a step; each node writes LOGS/NODE.log
 launch() {
@@ -76,6 +79,8 @@ launch() {
         --kill-on-bad-exit=0 --wait=40 # ranks that have lost a peer end by themselves, once they have met
         --label --open-mode=append --output="$logs/%N.log"
     )
+    # A spare node takes the place of a lost one within this step, whose other tasks live on.
+    has_spares "$@" && options+=(--no-kill --wait=0)
     # By it the ranks know each other (SECURITY.md): each start has its own, and no command line shows it.
     MEGALITE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export MEGALITE_SECRET

@@ -39,7 +39,7 @@ def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Eve
         for byte_range, values in boxes:
             stream.write(byte_range.before)
             sums: list[Callable[[], int]] = []
-            for data in _blocks_of(values):
+            for data in blocks_of(values):
                 if closed is not None and closed.is_set():
                     raise CheckpointError("the run ended before the checkpoint was written")
                 sums.append(_checksum(thread, data, sums[-1]() if sums else 0))
@@ -93,7 +93,8 @@ def write_index(folder: AnyPath, file_format: Format, placed: Placed) -> dict[st
     return files
 
 
-def _blocks_of(values: Tensor) -> Iterator[memoryview]:
+def blocks_of(values: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of values, in blocks of which each has a checksum."""
     flat = values.detach().flatten().contiguous()
     flat = flat.as_strided(flat.shape, (1,))  # a tensor of one element may have a stride other than 1
     step = manifest.BLOCK // flat.itemsize

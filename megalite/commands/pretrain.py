@@ -36,7 +36,10 @@ def main() -> int:
     place = place_from_environment(with_servers=True)
     single, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
+    starts_warm = arguments.config.recovery.warm_restart and single is None and GENERATION not in os.environ
     ranks = place.world_size if single is None else single.world_size
+    if starts_warm:
+        ranks = arguments.config.recovery.ranks_that_train(ranks, place.local_world_size)
     if arguments.config.parallel.device_classes is not None:
         arguments = replace(arguments, config=entry_point("with_device_classes")(arguments.config, ranks))
     if is_automatic(arguments.config.parallel):
@@ -47,12 +50,12 @@ def main() -> int:
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
-    if arguments.config.recovery.warm_restart and GENERATION not in os.environ:
-        return int(entry_point("run_warm")(arguments.config, place))
     startup = Startup(place)
-    config = resolve(arguments.config, place.world_size, place.local_world_size)
+    config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
-    place.require_servers(place.world_size - config.synchronization.workers(place.world_size))
+    place.require_servers(ranks - config.synchronization.workers(ranks))
+    if starts_warm:
+        return int(entry_point("run_warm")(config, place))
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megalite.config.checkpoint import CheckpointConfig, is_url
 from megalite.config.fields import NonNegativeInt, PositiveInt, needs
+from megalite.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,38 @@ class RecoveryConfig:
     no copies. By default, so many that copies take less than 3% of a step's time, as measured."""
     memory_checkpoint_partner: PositiveInt = 1
     """Number of nodes from a rank to its partner, which keeps a second copy of its state."""
+    spare_nodes: NonNegativeInt = 0
+    """Number of the nodes, the last ones that the launcher starts, that train only in place of one that is lost, on
+    which ranks fail twice in a row, or whose numbers were wrong (sick_nodes.jsonl)."""
+
+    def ranks_that_train(self, world_size: int, node_ranks: int | None) -> int:
+        """Return how many ranks train, of `world_size` that the launcher starts.
+
+        `node_ranks`: the number of ranks on each node; None if the launcher does not tell.
+
+        Raises ConfigurationError if the launcher starts too few nodes, or nodes of unequal numbers of ranks.
+        """
+        if not self.spare_nodes:
+            return world_size
+        if node_ranks is None:
+            raise ConfigurationError(
+                "--spare-nodes needs the number of ranks on each node, which this launcher does not tell: set "
+                "LOCAL_WORLD_SIZE on every rank"
+            )
+        left = world_size - self.spare_nodes * node_ranks
+        if left <= 0 or world_size % node_ranks:
+            raise ConfigurationError(
+                f"--spare-nodes {self.spare_nodes}: the launcher has started {world_size} ranks, {node_ranks} on this "
+                f"node: start at least {self.spare_nodes + 1} nodes, the spare ones among them, with equal numbers of "
+                "ranks"
+            )
+        return left
 
 
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        yield from needs(recovery, "memory_checkpoint_interval memory_checkpoint_partner", "--warm-restart")
+        yield from needs(recovery, "memory_checkpoint_interval memory_checkpoint_partner spare_nodes", "--warm-restart")
         return
     if checkpoint.save is None:
         yield "--warm-restart needs --save, the run directory from which ranks that start again continue"

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
@@ -47,6 +48,8 @@ class TaskConfig:
     """Watchdog for a run that hangs."""
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     """Restart of ranks that fail, within the job."""
+    corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
+    """Search for silent corruption."""
 
 
 @dataclass(frozen=True, kw_only=True)

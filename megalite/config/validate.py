@@ -150,6 +150,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
+        _corruption(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -170,8 +171,20 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
+        _corruption(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield a line for each relation of the search for silent corruption that does not hold."""
+    if config.corruption.is_watched:
+        from megalite.config.validate_corruption import corruption_problems  # few runs search
+
+        yield from corruption_problems(config, world_size)
+    else:
+        hashes = "--check-weight-hash-across-dp-replicas-interval"
+        yield from needs(config.corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.config import RunConfig
 from megalite.config.model import ModelConfig
 from megalite.data.sample_source import SampleSource
+from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
 from megalite.extras.post_training.export import export_tensors
 from megalite.extras.post_training.token_methods import TokenMethods
@@ -33,6 +34,7 @@ from megalite.modules.sequences import SequenceDims
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.process.ending import at_exit
+from megalite.process.launchers import GENERATION
 from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
 from megalite.run.evaluation import evaluate
@@ -197,6 +199,8 @@ class Trainer(TokenMethods):
             own=signature(Trainer).parameters,
             optimizers=options.optimizers,
         )
+        if config.recovery.warm_restart and GENERATION not in os.environ:
+            entry_point("run_program_warm")(config, place)
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
             startup.open_store()

@@ -34,6 +34,7 @@ from megalite.errors import (
     EXIT_FINISHED,
     EXIT_INTERNAL,
     EXIT_RESUMABLE,
+    CommunicationError,
     FileError,
     MegaliteError,
     code_in,
@@ -41,7 +42,7 @@ from megalite.errors import (
 )
 from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, is_out_of_memory
 from megalite.lifecycle.torchrun_record import record
-from megalite.process.bounded import in_thread, within
+from megalite.process.bounded import in_thread
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import GENERATION, attempt
 from megalite.process.names import as_installed
@@ -50,14 +51,13 @@ from megalite.process.place import Place, place_or_alone
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals, last_words
 
 if TYPE_CHECKING:
-    from megalite.torch_internals import Store
+    from megalite.mailbox import Mailbox
 
 _LOWEST, _REPORT = "lowest_rank", "report"
 _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail for the same reason arrive within this time
 _LAUNCHER_SECONDS = 10.0  # within this time ranks get the same error, and a launcher ends the other ranks
 _STAGGER_SECONDS = 0.5
-_STORE_SECONDS = 5.0  # time limit for an answer of the store
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SPEAKING = RLock()  # held while a thread reports an error: the process must not end before it has finished
 
@@ -190,12 +190,11 @@ def _fail(message: str, code: int) -> NoReturn:
         signal.signal(number, lambda *_: os._exit(code))
     place = place_or_alone()
     torchrun_ends_all = "TORCHELASTIC_RUN_ID" in os.environ and place.on_one_machine  # after one rank has ended
-    store = default_store()
-    if store is not None and place.world_size > 1:
+    mailbox = default_mailbox()
+    if mailbox is not None and place.world_size > 1:
         try:
-            within(_STORE_SECONDS, partial(store.check, [_REPORT]))
-            code = _agree(store, message, code, place.rank)
-        except (RuntimeError, TimeoutError, ValueError):  # the store is gone, hangs, or has values that are not ours
+            code = _agree(mailbox, message, code, place.rank)
+        except (CommunicationError, ValueError):  # the store is gone, hangs, or has values that are not ours
             _report_after_delay(message, code, place)
     elif place.world_size > 1 and not torchrun_ends_all and code != EXIT_RESUMABLE:
         code = _post_failure(message, code, place)
@@ -226,7 +225,7 @@ def _post_failure(message: str, code: int, place: Place) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    if default_store() is None:
+    if default_mailbox() is None:
         sys.exit(code)
     # `os._exit`, because the destructors of a process group may hang if its peers have ended.
     write_out()
@@ -234,16 +233,16 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _agree(store: Store, message: str, code: int, rank: int) -> int:
+def _agree(mailbox: Mailbox, message: str, code: int, rank: int) -> int:
     """Report the error, unless a lower rank reports or another rank has reported. Returns the reported exit code."""
-    lowest = int(store.compare_set(_LOWEST, "", str(rank)))
+    lowest = int(mailbox.first(_LOWEST, str(rank)))
     while lowest > rank:
-        lowest = int(store.compare_set(_LOWEST, str(lowest), str(rank)))
-    _wait_for_report(store, _GATHERING_SECONDS)
-    if int(store.get(_LOWEST)) < rank:
-        _wait_for_report(store, _LAUNCHER_SECONDS)
+        lowest = int(mailbox.first(_LOWEST, str(rank), instead_of=str(lowest)))
+    mailbox.wait([_REPORT], _GATHERING_SECONDS)
+    if int(mailbox.look(_LOWEST) or rank) < rank:
+        mailbox.wait([_REPORT], _LAUNCHER_SECONDS)
     mine = f"{rank} {code}"
-    reported = store.compare_set(_REPORT, "", mine).decode(errors="replace")
+    reported = mailbox.first(_REPORT, mine)
     if reported == mine:
         _speak(message, code, rank)
     if rank == 0:  # it may host the store, from which other ranks are still reading
@@ -251,31 +250,24 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
     return code_in(reported, EXIT_INTERNAL)
 
 
-def report(store: Store | None, message: str, code: int) -> int:
+def report(mailbox: Mailbox | None, message: str, code: int) -> int:
     """Report an error on behalf of a rank that cannot, for example because it was killed, unless a rank has reported.
 
     Args:
-        store: any store that the ranks share, on a connection that no other thread uses; None if there is none.
+        mailbox: any that the ranks share, on a connection that no other thread uses; None if there is none.
 
     Returns:
         The exit code that was reported, by this process or by another one.
     """
-    store = None if store is None else _prefix_for_failures(store)
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     with _SPEAKING:
-        if store is not None:
-            with suppress(RuntimeError, TimeoutError):  # the store is gone or hangs
-                first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode(errors="replace")
+        if mailbox is not None:
+            with suppress(CommunicationError):  # the store is gone or hangs
+                first = _for_failures(mailbox).first(_REPORT, mine)
                 if first != mine:
                     return code_in(first, EXIT_INTERNAL)
         _speak(message, code, rank=0)
     return code
-
-
-def _wait_for_report(store: Store, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not store.check([_REPORT]):
-        time.sleep(0.05)  # polls, because `store.wait` prints torch's warnings when it times out
 
 
 def _report_after_delay(message: str, code: int, place: Place) -> None:
@@ -306,20 +298,17 @@ def write_exit_code(code: int) -> None:
             write_at_once(Path(path), f"{code}\n".encode())
 
 
-def default_store() -> Store | None:
-    """Return the store for failures of the process group, or None if there is no group. Does not import torch."""
+def default_mailbox() -> Mailbox | None:
+    """Return the mailbox for failures of the process group, or None if there is no group. Does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     from megalite import torch_internals
+    from megalite.mailbox import Mailbox
 
-    return _prefix_for_failures(torch_internals.default_store())
+    return _for_failures(Mailbox(torch_internals.default_store(), distributed.get_world_size()))
 
 
-def _prefix_for_failures(store: Store) -> Store:
-    """Return the store with the prefix for failures, in place of the prefixes of the given store."""
-    from megalite.torch_internals import PrefixStore
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return PrefixStore(f"megalite/failure/{attempt()}", store)
+def _for_failures(mailbox: Mailbox) -> Mailbox:
+    """Return the mailbox with the prefix for failures, in place of the prefixes of the given one."""
+    return mailbox.at_root(f"megalite/failure/{attempt()}/")

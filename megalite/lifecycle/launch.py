@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -22,14 +22,14 @@ from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
-from megalite.process.launchers import hosted_by_launcher
+from megalite.process.launchers import hosted_by_launcher, starts_again
 from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import MEETING, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
 
 if TYPE_CHECKING:
-    from megalite.torch_internals import Store
+    from megalite.mailbox import Mailbox
 
 
 def locate(parallel: ParallelConfig, place: Place) -> ParallelMesh:
@@ -65,13 +65,13 @@ def connect_ranks(
     place: Place,
     mesh: ParallelMesh,
     description: str,
-    watch: Callable[[Store | None], bool] = lambda store: False,
+    watch: Callable[[Mailbox | None], bool] = lambda mailbox: False,
 ) -> None:
     """Wait for all ranks and start the process group, unless the program has one. A run of one process has no group.
 
     Args:
         description: the configuration of this rank as lines of text; must be equal on all ranks.
-        watch: called with the store before this rank waits for others, or with None in a run of one process. Returns
+        watch: called with the mailbox before this rank waits for others, or with None in a run of one process. Returns
             True if it will detect the death of rank 0.
 
     Raises:
@@ -83,15 +83,17 @@ def connect_ranks(
         watch(None)
         return
     from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
+    from megalite.mailbox import Mailbox
 
     if dist.is_initialized():
-        watch(torch_internals.default_store())
+        watch(Mailbox(torch_internals.default_store(), place.world_size, timeout.total_seconds()))
         _compare(description, mesh)
     else:
-        store = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
-        rendezvous.wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
+        mailbox = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
+        rendezvous.wait_for_all_ranks(mailbox, place, timeout.total_seconds(), partial(watch, mailbox))
         backend = _backend(parallel, mesh)
         try:
+            store = mailbox.store
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             _compare(description, mesh)
         except RuntimeError as error:
@@ -146,8 +148,8 @@ def joined(parallel: ParallelConfig, place: Place, description: str) -> Iterator
     mesh, sections = locate(parallel, place), Sections()
     with ExitStack() as stack:
 
-        def watch(store: Store | None) -> bool:
-            watchdog = run_watchdog(WatchdogConfig(), parallel, sections, place, None, store) if store else None
+        def watch(mailbox: Mailbox | None) -> bool:
+            watchdog = run_watchdog(WatchdogConfig(), parallel, sections, place, None, mailbox) if mailbox else None
             return watchdog is not None and stack.enter_context(watchdog).linked
 
         with sections(MEETING):
@@ -162,7 +164,7 @@ def run_watchdog(
     sections: Sections,
     place: Place,
     directory: AnyPath | None,
-    store: Store | None,
+    mailbox: Mailbox | None,
 ) -> Watchdog | None:
     """Return a context manager that ends a hanging run and names dead ranks; None with --no-watchdog.
 
@@ -172,20 +174,18 @@ def run_watchdog(
         sections: where this rank is.
         place: its number, and those of all.
         directory: the run directory, where dumps are written.
-        store: the store of the rendezvous; None in a run of one process.
+        mailbox: that of the rendezvous; None in a run of one process.
     """
     if not settings.watchdog:
-        if store is not None and place.rank == 0:
-            nobody_watches(store)
+        if mailbox is not None and place.rank == 0:
+            nobody_watches(mailbox)
         return None
-    if store is not None:
-        store = cast(Any, store).clone()  # a separate connection: the main thread may block the other one by waiting
     return Watchdog(
         sections,
-        Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes),
+        Limits(settings.watchdog_min_seconds, 60.0 * parallel.distributed_timeout_minutes, starts_again()),
         report,
         place,
-        store=store,
+        mailbox=None if mailbox is None else mailbox.clone(),  # for other threads
         store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,
         shared=directory if isinstance(directory, Path) and not place.on_one_machine else None,

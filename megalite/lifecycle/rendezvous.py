@@ -1,8 +1,8 @@
 """Rendezvous of the ranks before there is a process group, through a store at the address that the launcher gives.
 
-Keys of the store: `came/RANK` for each rank that has joined, and `came`, their number. `rank 0 lives` counts rank 0's
-heartbeats. `a rank has failed` has the message of the first rank that failed. `all have come` is set by rank 0 when the
-rendezvous ends; its value is empty on success, otherwise it says why the rendezvous failed.
+Keys of its mailbox: `came/RANK` for each rank that has joined. `rank 0 lives` counts rank 0's heartbeats. `a rank has
+failed` has the message of the first rank that failed. `all have come` is set by rank 0 when the rendezvous ends; its
+value is empty on success, otherwise it says why the rendezvous failed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from functools import partial
-from typing import TypeVar
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError, code_in
-from megalite.process.bounded import in_thread, within
+from megalite.mailbox import Mailbox
+from megalite.process.bounded import in_thread
 from megalite.process.host import listen, require_open_files
 from megalite.process.launchers import attempt, hosted_by_launcher
 from megalite.process.output import say
 from megalite.process.place import Place, ranks_text
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
-
-Result = TypeVar("Result")
 
 PATIENCE = 30.0
 """Seconds after which rank 0 first reports the ranks that are missing. The interval doubles after each report."""
@@ -36,18 +33,18 @@ SILENCE = 20.0
 WORD_SECONDS = 60.0
 """Time limit in seconds after a failure: for a failed rank to reach the store, and for rank 0 to keep the store open
 so that late ranks can read the failure."""
-_BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
+_BETWEEN_BEATS = 1.0
 _FILES, _FILES_A_RANK = 24, 2  # minimum number of files that a start opens; rank 0 has connections from every rank
 _LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may host the store, and other ranks may still be reading from it
 _CAME, _ALL, _BEATS = "came", "all have come", "rank 0 lives"
 _FAILED = "a rank has failed"
 
 
-def connect(place: Place, seconds: float, purpose: str) -> Store:
+def connect(place: Place, seconds: float, purpose: str) -> Mailbox:
     """Open a new connection to the store. A run of one process gets a local store.
 
     Args:
-        seconds: time limit for connecting, and later for waiting for a key.
+        seconds: time limit for connecting, and later for an answer of the store.
         purpose: prefix of the keys.
 
     Raises:
@@ -55,7 +52,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
         ConfigurationError: the limit of open files of this process is too low.
     """
     if place.world_size == 1:
-        return HashStore()
+        return Mailbox(HashStore(), 1, seconds, store_name(place), error=RendezvousError)
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
@@ -82,7 +79,9 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
         ) from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name(place)} cannot be reached: {str(error).splitlines()[0]}") from error
-    return PrefixStore(f"{purpose}/{attempt()}", store)
+    holder = "its launcher" if hosted_by_launcher() else "rank 0"
+    store = PrefixStore(f"{purpose}/{attempt()}", store)
+    return Mailbox(store, place.world_size, seconds + STORE_HANGS, store_name(place), holder, RendezvousError)
 
 
 def open_early(place: Place) -> object:
@@ -125,7 +124,7 @@ def store_name(place: Place) -> str:
     return f"the store at {place.host}:{place.port} (MASTER_ADDR, MASTER_PORT)"
 
 
-def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
+def wait_for_all_ranks(mailbox: Mailbox, place: Place, seconds: float, watch: Callable[[], bool] = bool) -> None:
     """Wait until rank 0 has seen all ranks.
 
     If rank 0 or a failed rank (`publish_failure`) has reported the failure, the other ranks exit silently.
@@ -140,18 +139,16 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
     """
     if place.rank == 0:
         watch()
-        _in_time(place, seconds, "the store does not answer", partial(_check_in, store, place.rank))
-        word = _in_time(place, seconds, "the store does not answer", partial(_wait_as_host, store, place, seconds))
+        _check_in(mailbox, place.rank)
+        word = _wait_as_host(mailbox, place, seconds)
         if word:
-            _linger(store, place.world_size)
-            sys.exit(code_in(word, EXIT_RESUMABLE))
-        return
-    limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # longer than ours: torch prints on its time-out
-    _in_time(place, seconds, "rank 0 has not connected, or hangs", partial(store.wait, [f"{_CAME}/0"], limit))
-    watched = _in_time(place, seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
-    _in_time(place, seconds, "the store does not answer", partial(_check_in, store, place.rank))
-    meet = partial(_wait_for_host, store, place, limit, watched)
-    word = _in_time(place, seconds, "rank 0 connected, but hangs", meet)
+            _linger(mailbox, place.world_size)
+    else:
+        limit = seconds + STORE_HANGS
+        mailbox.get(f"{_CAME}/0", limit, "rank 0 has not connected, or hangs")
+        watched = mailbox.look(_ALL) is not None or watch()
+        _check_in(mailbox, place.rank)
+        word = _wait_for_host(mailbox, limit, watched)
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
 
@@ -170,68 +167,48 @@ def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -
         CommunicationError: the store cannot be reached.
         ConfigurationError: the limit of open files of this process is too low.
     """
-    store = connect(place, WORD_SECONDS, PURPOSE)
+    mailbox = connect(place, WORD_SECONDS, PURPOSE)
     mine = f"{place.rank} {code}"
-    said = _in_time(place, WORD_SECONDS, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
-    first = said.decode(errors="replace")
+    first = mailbox.first(_FAILED, mine)
     decide(first == mine)
     if place.rank == 0:
-        store.set(_ALL, first)
-    _check_in(store, place.rank)
+        mailbox.put(_ALL, first)
+    _check_in(mailbox, place.rank)
     if place.rank == 0:
-        _linger(store, place.world_size)
+        _linger(mailbox, place.world_size)
     return code_in(first, EXIT_RESUMABLE)
 
 
-def _linger(store: Store, world_size: int) -> None:
+def _linger(mailbox: Mailbox, world_size: int) -> None:
     """Keep rank 0's store open until all ranks have read the message in it, at most `WORD_SECONDS`."""
-    end = time.monotonic() + WORD_SECONDS
-    while store.add(_CAME, 0) < world_size and time.monotonic() < end:
-        time.sleep(_BETWEEN_LOOKS)
+    mailbox.wait([f"{_CAME}/{rank}" for rank in range(world_size)], WORD_SECONDS)
     time.sleep(_LEAVING_SECONDS)
 
 
-def _wait_for_host(store: Store, place: Place, limit: datetime.timedelta, watched: bool) -> str:
+def _wait_for_host(mailbox: Mailbox, seconds: float, watched: bool) -> str:
     """Return rank 0's message, which is empty if all ranks have come.
 
     Raises RendezvousError if rank 0 sends no heartbeats. If it is `watched`, the watchdog detects its death instead.
     """
     # Counts turns of this loop, not clock time: if this process was suspended together with rank 0, no time is counted.
     beats, silence = 0, 0.0
-    while not watched and not store.check([_ALL]):
-        now = store.add(_BEATS, 0)
+    while not watched and mailbox.look(_ALL) is None:
+        now = mailbox.add(_BEATS, 0)
         beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
         if silence > SILENCE:
             raise RendezvousError(
-                f"rank 0 connected to {store_name(place)}, but then ended without a message, or hangs: no sign of it "
-                f"for {SILENCE:.0f} s"
+                f"rank 0 connected to {mailbox.name}, but then ended without a message, or hangs: no sign of it for "
+                f"{SILENCE:.0f} s"
             )
         time.sleep(_BETWEEN_BEATS)
-    store.wait([_ALL], limit)
-    return store.get(_ALL).decode(errors="replace")
+    return mailbox.get(_ALL, seconds, "rank 0 connected, but hangs")
 
 
-def _check_in(store: Store, rank: int) -> None:
-    store.set(f"{_CAME}/{rank}", "")
-    store.add(_CAME, 1)
+def _check_in(mailbox: Mailbox, rank: int) -> None:
+    mailbox.put(f"{_CAME}/{rank}", "")
 
 
-def _in_time(place: Place, seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call with a time limit. Raises RendezvousError if the limit passes or the store cannot be reached."""
-    patience = seconds + STORE_HANGS
-    try:
-        return within(patience, call)
-    except TimeoutError:
-        raise RendezvousError(f"{problem}, for {patience:.0f} s, at {store_name(place)}") from None
-    except RuntimeError as error:
-        holder = "its launcher" if hosted_by_launcher() else "rank 0"
-        raise RendezvousError(
-            f"{store_name(place)} does not answer any more: {holder}, which runs it, ended without a message, or "
-            f"cannot be reached ({str(error).splitlines()[0]})"
-        ) from error
-
-
-def _wait_as_host(store: Store, place: Place, seconds: float) -> str:
+def _wait_as_host(mailbox: Mailbox, place: Place, seconds: float) -> str:
     """Wait on rank 0 for all ranks, and publish the result to them.
 
     Returns an empty string if all ranks have come, otherwise the message of the first rank that failed. Raises
@@ -239,23 +216,28 @@ def _wait_as_host(store: Store, place: Place, seconds: float) -> str:
     """
     world_size = place.world_size
     began, patience, beats = time.monotonic(), PATIENCE, 0
-    while store.add(_CAME, 0) < world_size and not store.check([_FAILED]):
+
+    def failed() -> bool:
+        nonlocal beats
+        if time.monotonic() - began >= beats * _BETWEEN_BEATS:
+            beats = mailbox.add(_BEATS, 1)
+        return mailbox.look(_FAILED) is not None
+
+    while True:
+        left = began + min(seconds, patience) - time.monotonic()
+        missing = set(range(world_size)) - mailbox.gather(_CAME, range(world_size), left, failed).keys()
+        if not missing or failed():
+            break
         waited = time.monotonic() - began
-        if waited >= beats * _BETWEEN_BEATS:
-            beats = store.add(_BEATS, 1)
-        if waited > min(seconds, patience):
-            missing = [rank for rank in range(world_size) if not store.check([f"{_CAME}/{rank}"])]
-            if missing and waited > seconds:
-                store.set(_ALL, "no")
-                time.sleep(_LEAVING_SECONDS)
-                raise RendezvousError(
-                    f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to "
-                    f"{store_name(place)}: never started, suspended, ended, or without a network route to it"
-                )
-            if missing:
-                say(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far", to_error=True)
-                patience *= 2
-        time.sleep(_BETWEEN_LOOKS)
-    word = store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else ""
-    store.set(_ALL, word)
+        if waited >= seconds:
+            mailbox.put(_ALL, "no")
+            time.sleep(_LEAVING_SECONDS)
+            raise RendezvousError(
+                f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to "
+                f"{mailbox.name}: never started, suspended, ended, or without a network route to it"
+            )
+        say(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far", to_error=True)
+        patience *= 2
+    word = mailbox.look(_FAILED) or ""
+    mailbox.put(_ALL, word)
     return word

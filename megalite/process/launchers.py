@@ -267,3 +267,8 @@ def attempt() -> str:
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"
     return f"{count}.{os.environ[GENERATION]}" if GENERATION in os.environ else count
+
+
+def starts_again() -> bool:
+    """Tell whether these ranks have taken the place of others in a warm restart."""
+    return os.environ.get(GENERATION, "1") != "1"

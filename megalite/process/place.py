@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from megalite.errors import ConfigurationError
 from megalite.process.launchers import (
+    GENERATION,
     HOROVOD_SETTINGS,
     RANK_VARIABLES,
     UNCLEAR_RANKS,
@@ -78,10 +79,11 @@ def place_from_environment(*, with_servers: bool = False) -> Place:
     environment = os.environ
     told = _torchrun(environment)
     alone = (told.rank, told.world_size) == (Number(0, "RANK"), Number(1, "WORLD_SIZE"))
-    if "TORCHELASTIC_RUN_ID" not in environment and not alone:
+    of_agent = GENERATION in environment and told.rank is not None  # of a warm restart, which may number ranks anew
+    if "TORCHELASTIC_RUN_ID" not in environment and not alone and not of_agent:
         for launcher in _launchers(environment):
             told = told.within(launcher)
-    if alone:
+    if alone and not of_agent:
         with suppress(ConfigurationError):  # a contradiction does not matter
             for launcher in _launchers(environment):
                 _warn_of_others(launcher)

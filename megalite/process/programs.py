@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SAFE_PATH, NOTHING = "PYTHONSAFEPATH", subprocess.DEVNULL
+SAFE_PATH = "PYTHONSAFEPATH"
+NOTHING = subprocess.DEVNULL
+"""Standard input of a program that is to read nothing, for `start`."""
 
 
 def python(*arguments: str | Path) -> list[str]:

@@ -27,6 +27,9 @@ class Copies(Protocol):
     def after_step(self, *, busy: bool) -> str | None:
         """Take a copy if one is due, and no rank is busy. Returns a text to show."""
 
+    def drop_after(self, step: int) -> None:
+        """Drop the copies of later steps: what they hold may be wrong."""
+
     def figures(self) -> dict[str, float]:
         """Return figures for the record of a step."""
 

@@ -30,6 +30,7 @@ from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
+    from megalite.run.corruption import Watch
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -68,6 +69,7 @@ class TrainingLoop:
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self.copies: Copies | None = None
+        self.watch: Watch | None = None
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -153,7 +155,7 @@ class TrainingLoop:
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
-            metrics = step()
+            metrics = step() if self.watch is None else self.watch.step()
         self._pace = self._pace.after(metrics.iteration_time_s)
         self._report(metrics)
         self._raise_if_diverged()
@@ -183,6 +185,8 @@ class TrainingLoop:
     def _raise_if_diverged(self) -> None:
         """Say where a step that was skipped was not finite. Raises MegaliteError after too many of them."""
         report = self.trainer.locate_not_finite()
+        if report is not None and self.watch is not None:
+            report = self.watch.after_skip(report)
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -39,8 +39,8 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
+    from megalite.mailbox import Mailbox
     from megalite.run.copies import Copies
-    from megalite.torch_internals import Store
 
 
 class Run:
@@ -89,8 +89,8 @@ class Run:
             record_memory_history(config.profiling, place.rank)
         with ExitStack() as stack:
 
-            def watch(store: Store | None) -> bool:
-                watchdog = run_watchdog(config.watchdog, config.parallel, sections, place, self.directory, store)
+            def watch(mailbox: Mailbox | None) -> bool:
+                watchdog = run_watchdog(config.watchdog, config.parallel, sections, place, self.directory, mailbox)
                 return watchdog is not None and stack.enter_context(watchdog).linked
 
             with sections(MEETING):
@@ -128,9 +128,7 @@ class Run:
         if MEMORY_FILES in os.environ:  # the agent of this node keeps them for ranks that start again
             self.copies = entry_point("memory_copies")(config, mesh)
         own = paths if resume_point.position else ()  # steps of another run say nothing about this one's
-        if self.copies is not None and (found := self.copies.load(build, own)) is not None:
-            self.trainer, self.how = found
-            self.last = self.trainer.iterations
+        if self._continue_from_copies(build, own):
             return
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
@@ -147,7 +145,17 @@ class Run:
             return build().iterations, build()
 
         if paths:
-            path, (self.last, self.trainer), damaged = checkpoint.newest_whole(paths, load)
+            try:
+                path, (self.last, self.trainer), damaged = checkpoint.newest_whole(paths, load)
+            except CheckpointError as error:
+                build.cache_clear()  # a part may have been loaded
+                if own and self._continue_from_copies(build, ()):
+                    self._notes += (f"WARNING: {error}",)
+                    return
+                raise
+            if damaged and own and self._continue_from_copies(build, (path,)):
+                self._notes += tuple(f"WARNING: {problem}" for problem in damaged)
+                return
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
             self.how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
             self._loaded = path
@@ -161,6 +169,14 @@ class Run:
             self.how = f"new, with the weights of {opened.what}"
         else:
             self.how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
+
+    def _continue_from_copies(self, build: Any, on_disk: Sequence[AnyPath]) -> bool:
+        """Continue from copies in memory, if there are any that are newer than these checkpoints."""
+        found = None if self.copies is None else self.copies.load(build, on_disk)
+        if found is not None:
+            self.trainer, self.how = found
+            self.last = self.trainer.iterations
+        return found is not None
 
     def train(self) -> int:
         """Train to the last step. Returns the exit code: `EXIT_FINISHED` or `EXIT_RESUMABLE`."""
@@ -184,6 +200,8 @@ class Run:
         """Return the loop that runs the trainer of this rank."""
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
+        if self.config.corruption.is_watched:
+            loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         return loop
 
     def finish(self, display: Display, last: int) -> None:

@@ -118,10 +118,13 @@ class Limits:
     It is also the least limit for a save or a profile: a shared file system may become much slower than before.
     Sections of a run's start occur only once and may be long (for example building an index). The time for ranks to
     connect is limited by the rendezvous itself.
+
+    `starts_again`: these ranks replace others, so what a start may build is there.
     """
 
     least: float = 120.0
     unlearnt: float = 600.0
+    starts_again: bool = False
 
     def of(self, name: str, longest: Mapping[str, float]) -> float:
         """Return the seconds that a section may take; `longest` has the longest times of earlier sections."""
@@ -136,9 +139,11 @@ class Limits:
         """Return the seconds without a sign of life, in this section, after which a process counts as suspended.
 
         Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run. Such a
-        call may be long outside of steps: building an index, or reading from a file system that hangs.
+        call may be long outside of steps: building an index, or reading from a file system that hangs. Between
+        sections, where the name is empty, nothing takes long.
         """
-        return max(self.least, LEAST_SILENCE, 0.0 if name in _SHORT else self.unlearnt)
+        short = not name or name in _SHORT or (self.starts_again and name in (MEETING, START))
+        return max(self.least, LEAST_SILENCE, 0.0 if short else self.unlearnt)
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
         """Return the innermost of the open sections that is over its limit."""

@@ -31,7 +31,7 @@ from megalite.watchdog.sections import ANSWER_SECONDS, WARNING_SECONDS, Limits, 
 from megalite.watchdog.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from megalite.torch_internals import Store
+    from megalite.mailbox import Mailbox
     from megalite.watchdog.monitor import Monitor
 
 _TICK_SECONDS = 0.5
@@ -46,9 +46,9 @@ _FIRST_SECONDS = 60.0  # for rank 0 to start its monitor: all ranks reach this p
 _ADDRESS, _UNKNOWN = "megalite/watchdog", "megalite/watchdog/unknown"
 
 
-def nobody_watches(store: Store) -> None:
+def nobody_watches(mailbox: Mailbox) -> None:
     """Tell the other ranks, from rank 0, that it has no watchdog; the difference in flags is reported later."""
-    store.set(_ADDRESS, "")
+    mailbox.put(_ADDRESS, "")
 
 
 class Watchdog:
@@ -58,24 +58,24 @@ class Watchdog:
         self,
         sections: Sections,
         limits: Limits,
-        report: Callable[[Store | None, str, int], int],
+        report: Callable[[Mailbox | None, str, int], int],
         place: Place,
         *,
-        store: Store | None = None,
+        mailbox: Mailbox | None = None,
         store_is_of_rank_0: bool = False,
         folder: Path | None = None,
         shared: Path | None = None,
     ) -> None:
         """Set up the watchdog.
 
-        `report`: function that reports an error, once for all ranks that share a store (lifecycle/failure.py). `store`:
-        the process group's store, if there are several ranks; `store_is_of_rank_0`: it ends with that process.
+        `report`: function that reports an error, once for all ranks that share a mailbox (lifecycle/failure.py).
+        `mailbox`: that of the ranks, if there are several; `store_is_of_rank_0`: it ends with that process.
         `folder`: for dumps when the run hangs; `shared`: a folder that ranks on all machines see, if there are several.
         """
         self.sections, self._limits, self._report = sections, limits, report
-        self._last_store = None if store_is_of_rank_0 else store
+        self._last_mailbox = None if store_is_of_rank_0 else mailbox
         self._place = place
-        self._store, self._folder, self._shared = store, folder, shared
+        self._mailbox, self._folder, self._shared = mailbox, folder, shared
         self._monitor: Monitor | None = None
         self._link: Link | None = None
         self._first: Peer | None = None  # rank 0, as its monitor describes it
@@ -92,11 +92,11 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         """Connect to the monitor, which rank 0 starts, and begin to watch. A rank without connection goes on alone."""
-        if self._store is not None:
-            begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
+        if self._mailbox is not None:
+            begun = self._begin_monitor(self._mailbox) if self._place.rank == 0 else None
             try:
                 with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
-                    self._link_up(*(begun or self._find_monitor(self._store)))
+                    self._link_up(*(begun or self._find_monitor(self._mailbox)))
             except BaseException:  # a stop signal
                 if self._monitor is not None:
                     self._monitor.secret.remove()
@@ -126,21 +126,21 @@ class Watchdog:
     def linked(self) -> bool:
         return self._link is not None
 
-    def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
+    def _begin_monitor(self, mailbox: Mailbox) -> tuple[str, int, bytes]:
         """Start the monitor and return its host, port and secret; the store gets what of it may be public."""
         from megalite.watchdog.monitor import Monitor
         from megalite.watchdog.secret import make_secret
 
         secret = make_secret(self._shared)
-        tell = partial(self._report, store)
+        tell = partial(self._report, mailbox)
         self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)
         last_words(secret.remove)
         self._monitor.start()
         host, port = self._monitor.address
-        store.set(_ADDRESS, f"{port} {secret.name}")
+        mailbox.put(_ADDRESS, f"{port} {secret.name}")
         return host, port, secret.value
 
-    def _find_monitor(self, store: Store) -> tuple[str, int, bytes]:
+    def _find_monitor(self, mailbox: Mailbox) -> tuple[str, int, bytes]:
         """Return the same as `_begin_monitor`, on another rank.
 
         Raises CommunicationError if rank 0 has not begun to watch, and OSError or ValueError if there is no secret or
@@ -148,18 +148,14 @@ class Watchdog:
         """
         from megalite.watchdog.secret import GIVE_SECRET, find_secret
 
-        try:
-            text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()  # empty: not an address
-        except (TimeoutError, RuntimeError) as error:
-            raise CommunicationError(
-                f"rank 0's watchdog did not start within {_FIRST_SECONDS:.0f} s: rank 0 has ended, or hangs"
-            ) from error
+        problem = "rank 0's watchdog did not start: rank 0 has ended, or hangs"
+        text = mailbox.get(_ADDRESS, _FIRST_SECONDS, problem)  # empty: not an address
         port, _, name = text.partition(" ")
         host, number = self._place.host, whole(int(port), 2**16 - 1)
         try:
             return host, number, find_secret(name, self._shared)
         except (OSError, ValueError):
-            if store.add(_UNKNOWN, 1) == 1:  # one rank says it for all
+            if mailbox.add(_UNKNOWN, 1) == 1:  # one rank says it for all
                 say(
                     f"warning: rank 0's watchdog and the ranks of {host_name()} have no secret in common: if one of "
                     f"them, or of others without it, dies, the others may not notice. {GIVE_SECRET}",
@@ -345,7 +341,7 @@ class Watchdog:
         code = self._first_fails
         if code is None and self._first is not None and self._wait_to_report():
             lost = self._first, time.monotonic() - self._first_placed
-            code = self._report(self._last_store, death([lost]), EXIT_RESUMABLE)
+            code = self._report(self._last_mailbox, death([lost]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
     def _conclude_alone(self, why: Message) -> NoReturn:
@@ -360,7 +356,7 @@ class Watchdog:
                     peers[0], silence[0] = first, time.monotonic() - self._heard
                 folder = None if self._folder is None else self._folder / name
                 message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
-                self._report(self._last_store, message, EXIT_RESUMABLE)
+                self._report(self._last_mailbox, message, EXIT_RESUMABLE)
         except Exception:  # a defect must not keep this process from ending
             traceback.print_exc()
         finally:
@@ -370,12 +366,12 @@ class Watchdog:
     def _wait_to_report(self) -> bool:
         """Wait for this rank's turn to report, and return whether it reports.
 
-        If the node's reporter is lost too, another rank may report, provided that a store still exists to select only
+        If the node's reporter is lost too, another rank may report, provided that a mailbox still exists to select only
         one.
         """
         if not self._is_node_reporter:
             time.sleep(_LEAVING_SECONDS)
-        return self._is_node_reporter or self._last_store is not None
+        return self._is_node_reporter or self._last_mailbox is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[Peer] = ()) -> NoReturn:
         """Kill the given processes and exit at once, or with a pause in which the main thread may leave by itself."""

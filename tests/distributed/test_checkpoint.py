@@ -202,14 +202,14 @@ def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypa
 def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = trained(Cell())
     saver = Saver(tmp_path, training.optimizer, training.plan, asynchronous=True)
-    opened, real = Event(), shard_file._blocks_of
+    opened, real = Event(), shard_file.blocks_of
 
     def slow(values: Tensor) -> Iterator[memoryview]:
         opened.set()
         time.sleep(0.2)
         yield from real(values)
 
-    monkeypatch.setattr(shard_file, "_blocks_of", slow)
+    monkeypatch.setattr(shard_file, "blocks_of", slow)
     saver.begin(TrainingState(1, 4, 1), {"model": {}})
     opened.wait()
     began = time.monotonic()

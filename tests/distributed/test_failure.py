@@ -17,6 +17,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore
 
 from megalite.lifecycle import failure
+from megalite.mailbox import Mailbox
 from tests.harness.job import Job
 
 PREAMBLE = """
@@ -207,7 +208,7 @@ def test_under_a_launcher_with_a_group_one_rank_speaks_too(tmp_path: Path) -> No
 def test_what_a_stranger_has_put_into_the_store_is_no_report(report: bytes) -> None:
     store = HashStore()
     PrefixStore("megalite/failure/0", store).set("report", report or b" ")
-    assert failure.report(store, "a rank has died", 85) == 70
+    assert failure.report(Mailbox(store, 1), "a rank has died", 85) == 70
 
 
 def test_a_limit_of_open_files_is_blamed_before_what_met_it() -> None:

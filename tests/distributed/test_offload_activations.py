@@ -31,7 +31,7 @@ OFFLOADS = {
     "3 layers": OffloadConfig(cpu_offloading_num_layers=3, cpu_offloading_retain_pinned_cpu_buffers=True),
     "modules": MODULES,
     "some modules": replace(MODULES, activation_offload_fraction=0.3),
-    "large tensors": replace(MODULES, offload_modules=("core_attn", "mlp_norm"), min_offloaded_tensor_size=300),
+    "large tensors": replace(MODULES, offload_modules=("core_attn", "mlp_norm"), min_offloaded_tensor_size=100),
 }
 FACTORS = {name: values for name, values in LAYOUT_FACTORS.items() if name not in ("instances", "chunks")} | {
     "tp": (1, 2),

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--end", type=int, nargs="+", metavar=("STEP", "RANK"), help="end after a step on these ranks")
     parser.add_argument("--wait", type=float, default=common_end.WAIT_SECONDS, help="for other ranks at the end")
     parser.add_argument("--unlike", action="store_true", help="build other values on each rank")
+    parser.add_argument("--warm", action="store_true", help="restart ranks within the job")
     arguments = parser.parse_args()
     common_end.WAIT_SECONDS = arguments.wait
 
@@ -76,6 +77,7 @@ def main() -> None:
         save=arguments.save,
         log_interval=1,
         **({} if arguments.save_interval is None else {"save_interval": arguments.save_interval}),
+        **({"warm_restart": True} if arguments.warm else {}),
     )
     if arguments.loop:
         for batch in run.batches(steps=arguments.steps):

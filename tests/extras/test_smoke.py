@@ -17,6 +17,7 @@ from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
 from tests.extras.chaos import test_chaos
+from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
 from tests.extras.synchronization.test_compression import EXACT, assert_same
@@ -102,3 +103,10 @@ def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Pa
     assert "\ngeneration 2: rank 1 on " in job.stdout(0)
     assert "was killed by SIGKILL; went on after step 2, " in job.stdout(0)
     assert iterations(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_a_flipped_bit_is_found(rank_pools: RankPools) -> None:
+    """Gradients that follow from one weight differ, too; the step before it is checked, and goes on."""
+    for course in rank_pools(2).run(train, f"{HASHES} 1 {RERUNS} 2", 4, Flip(1, 3, in_forward=True)):
+        assert course.error.startswith("before the update of step 3, rank 1 (")
+        assert len(course.bits) == 2

@@ -324,7 +324,9 @@ def _await_reading(monitor: Monitor) -> None:
 
 def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: float) -> None:
     """Be the monitor of a real rank 1. Raises RuntimeError where its watchdog neither ends it nor lets it go on."""
+    from megalite.mailbox import Mailbox
     from megalite.process.place import Place
+    from megalite.torch_internals import HashStore
     from megalite.watchdog import watchdog as watchdog_file
     from megalite.watchdog.sections import Limits, Sections
 
@@ -351,18 +353,13 @@ def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: fl
             lines = (base / "in" / name).read_bytes().splitlines()
             Speaker(connection, b"monitor").say(lines, wire, lambda: linked.wait(patience))
 
-    class Store:
-        """Store with the values that rank 0 publishes."""
-
-        def get(self, _: str) -> bytes:
-            return f"{server.getsockname()[1]} ".encode()
-
     os.environ["MEGALITE_SECRET"] = SECRET.decode()
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
-    store: Any = Store()
+    mailbox = Mailbox(HashStore(), 3)
+    mailbox.put("megalite/watchdog", f"{server.getsockname()[1]} ")  # as rank 0 publishes it
     watchdog = watchdog_file.Watchdog(
-        Sections(), Limits(), report, Place(1, 0, 3), store=store, folder=base / "out" / "hangs"
+        Sections(), Limits(), report, Place(1, 0, 3), mailbox=mailbox, folder=base / "out" / "hangs"
     )
     os._exit = ended  # type: ignore[assignment]
     try:

@@ -184,12 +184,15 @@ def in_rendezvous() -> None:
         reach("connected")
         wait_for_all_ranks(*arguments)
 
-    def disturbed_wait(store: Any, place: Any, seconds: float) -> str:
+    def disturbed_wait(mailbox: Any, place: Any, seconds: float) -> str:
         reach("came")
-        while any(fault.phase == "meeting" for fault in FAULTS) and store.add(rendezvous._CAME, 0) < place.world_size:
+        ranks = range(place.world_size)
+        while any(fault.phase == "meeting" for fault in FAULTS) and len(
+            mailbox.gather(rendezvous._CAME, ranks, 0.0)
+        ) < len(ranks):
             time.sleep(0.01)
         reach("meeting")
-        return wait_for_all(store, place, seconds)
+        return wait_for_all(mailbox, place, seconds)
 
     rendezvous.wait_for_all_ranks, rendezvous._wait_as_host = disturbed_wait_for_all_ranks, disturbed_wait
 
@@ -224,7 +227,7 @@ def disturb() -> None:
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")
-    wrap(shard_file, "_blocks_of", "writing")
+    wrap(shard_file, "blocks_of", "writing")
     wrap(transaction.FolderTransaction, "_point_tracker", "commit")
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
@@ -241,8 +244,8 @@ def shorten() -> None:
     sections.LEAST_SILENCE = 2.0
     sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     sections.Limits.__init__ = (  # type: ignore[method-assign]
-        lambda self, least, unlearnt: (
-            object.__setattr__(self, "least", least) or object.__setattr__(self, "unlearnt", SECONDS)
+        lambda self, least, unlearnt, starts_again=False: self.__dict__.update(
+            least=least, unlearnt=SECONDS, starts_again=starts_again
         )
     )
 

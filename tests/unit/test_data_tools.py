@@ -51,7 +51,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=3), max_size=3), max_size=6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), block=st.integers(1, 12))
 def test_merging_is_writing_all_documents_into_one(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[list[list[int]]]], block: int

@@ -24,6 +24,8 @@ ALLOWED = {
     "megalite/extras/planner/as_rank.py": "times what runs here",
     "megalite/extras/planner/calibration.py": "times what runs here",
     "megalite/tasks/module_task.py": "moves tensors to the device of a run",
+    "megalite/extras/corruption/bit_hash.py": "sizes of what a core's cache or a whole GPU takes at once",
+    "megalite/extras/corruption/watch.py": "asks whether kernels may add in another order the second time",
     "megalite/extras/recovery/copies.py": "times what runs here",
     "megalite/extras/synchronization/from_flags.py": "asks which messages the processes at hand can send",
 }

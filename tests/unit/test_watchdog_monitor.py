@@ -21,6 +21,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megalite.errors import CommunicationError
+from megalite.mailbox import Mailbox
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog import sections as sections_file
@@ -207,8 +208,10 @@ def test_a_rank_that_gives_a_sign_of_life_in_time_ends_nothing(watch: Begin, imp
 
 def test_the_start_of_a_run_may_keep_other_threads_from_running() -> None:
     limits = Limits(least=20.0, unlearnt=60.0)
-    assert (limits.silence("start"), limits.silence("step"), limits.silence("save")) == (60.0, 20.0, 60.0)
+    assert [limits.silence(name) for name in ("start", "step", "", "save")] == [60.0, 20.0, 20.0, 60.0]
     assert Limits(least=1.0).silence("step") == sections_file.LEAST_SILENCE
+    again = replace(limits, starts_again=True)
+    assert [again.silence(name) for name in ("meeting", "start", "step", "save")] == [20.0, 20.0, 20.0, 60.0]
 
 
 def test_nobody_was_silent_while_the_monitor_itself_was_suspended(
@@ -603,7 +606,9 @@ def test_ranks_without_the_secret_say_so_at_once_and_only_one_of_them(
     store = HashStore()
     store.set("megalite/watchdog", f"1234 .megalite_secret_{'0' * 32}")
     for rank in (8, 9):
-        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), store=store) as watchdog:
+        with Watchdog(
+            Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), mailbox=Mailbox(store, 16)
+        ) as watchdog:
             assert not watchdog.linked
     said = capfd.readouterr().err
     assert said.count("have no secret in common") == 1
@@ -705,7 +710,7 @@ def test_a_rank_starts_though_the_monitor_makes_no_sense(
         speaker.start()
         store = HashStore()
         store.set("megalite/watchdog", f"{server.getsockname()[1]} ")
-        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), store=store) as watchdog:
+        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), mailbox=Mailbox(store, 16)) as watchdog:
             assert not watchdog.linked
         speaker.join()
 
@@ -718,7 +723,7 @@ def test_a_rank_that_is_requested_to_end_while_it_connects_is_not_told_as_dead(
     begun = watch((HERE,) * 2, missing=2)
     store = HashStore()
     store.set("megalite/watchdog", f"{begun.monitor.address[1]} ")
-    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(2, 2, 4), store=store)
+    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(2, 2, 4), mailbox=Mailbox(store, 16))
 
     def requested(message: Message) -> None:
         raise SystemExit(85)

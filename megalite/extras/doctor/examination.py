@@ -221,7 +221,7 @@ class Examination:
         device.activate(self._device)
         timeout = datetime.timedelta(seconds=self._options.patience + self._options.seconds)
         rank, world_size = self._place.rank, self._place.world_size
-        store = PrefixStore("group", connect(self._place, self._options.patience, "doctor"))
+        store = PrefixStore("group", connect(self._place, self._options.patience, "doctor").store)
         dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         mesh = ParallelMesh(rank=rank, world_size=world_size, device=self._device, timeout=timeout)
         measurement.run(mesh)

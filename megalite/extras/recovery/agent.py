@@ -1,11 +1,14 @@
 """Agent of a node: a process that has imported everything, and forks the node's ranks, one generation after another.
 
 It has one thread, since it forks, and waits for nothing but events: messages of the launcher's processes, the end of a
-rank or of the launcher, and notices of the other agents (board.py). All agents go through the same states together:
+rank or of the launcher, and notices of the other agents (board.py). Agents go through these states together:
 
 - meeting: each tells on the board which ranks it has. Rank 0's agent gathers them, and decides: begin, or end the run.
 - running: the ranks train. Whoever sees a rank fail says so on the board, where the first word counts.
 - ending: all agents end their ranks, and meet again. If a rank has ended the run on purpose, they end instead.
+
+An agent alone is waiting (for the launcher's processes), connecting (to the store), spare (it has no ranks to fork),
+leaving (it has told the others that it ends) or left.
 """
 
 from __future__ import annotations
@@ -16,24 +19,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Set
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_RESUMABLE
-from megalite.extras.recovery import board
-from megalite.extras.recovery.forks import Launched, fork_board, fork_rank, record_of
+from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE
+from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
+from megalite.extras.recovery.notices import Notices
 from megalite.extras.recovery.preload import preload
-from megalite.process.host import host_name
+from megalite.process.host import host_name, is_suspended
+from megalite.process.output import require_streams
 from megalite.process.place import Place, ranks_text
 from megalite.process.signals import STOP_SIGNALS
 
+if TYPE_CHECKING:
+    from megalite.extras.recovery.spares import Spares
+
 _MEMORY_FILES_OF_A_RANK = 4
 _WITHOUT_PROGRESS = 3
-"""Generations that begin after the same step, one after the other, after which the run is given up."""
+"""Generations after which the run is given up: all begun after the same step, or in a row and none begun."""
 _GRACE_SECONDS = 0.5  # for other ranks to say why, after one has ended with an exit code
 _LAST_SECONDS = 60.0  # for the ranks of a run that ends on purpose
 _MEETING_SECONDS = 60.0  # for the other agents, which have learned of the end of a generation
@@ -61,8 +68,8 @@ class Agent:
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._wait(_COMING_SECONDS, self._leave)
         self._state = "waiting"
-        self._board: Lines | None = None
-        self._board_process = 0
+        self._notices: Notices | None = None
+        self._spares: Spares | None = None
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -73,13 +80,21 @@ class Agent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._begun: int | None = None
-        self._history: list[tuple[int, str]] = []
+        self._history: list[tuple[int, int | None, str]] = []
         self._why, self._failed_at = "", 0.0
 
     # ------------------------------------------------------------------------------------------------ events
 
     def run(self) -> None:
         """Run until the launcher has ended, or has nothing more for this agent to do."""
+        try:
+            self._handle_events()
+        except Exception:
+            self._tell_defect(traceback.format_exc())
+        self._kill_all()
+        self._close_board()
+
+    def _handle_events(self) -> None:
         while not self._over:
             left = None if self._deadline is None else max(self._deadline[0] - time.monotonic(), 0.0)
             for key, _ in self._selector.select(left):
@@ -88,8 +103,18 @@ class Agent:
             if self._deadline is not None and time.monotonic() >= self._deadline[0]:
                 (_, action), self._deadline = self._deadline, None
                 action()
-        self._kill_all()
-        self._close_board()
+
+    def _tell_defect(self, trace: str) -> None:
+        """End the run because of an error of the agent itself, which has no output of its own."""
+        with suppress(Exception):
+            self._end_all(
+                {
+                    "end": EXIT_INTERNAL,
+                    "error": f"the agent of {host_name()}'s ranks has a defect, and they end with it: please report "
+                    f"this\n{trace}",
+                    "local": True,
+                }
+            )
 
     def _on_read(self, what: Any, action: Callable[[], None]) -> None:
         self._selector.register(what, selectors.EVENT_READ, action)
@@ -102,11 +127,13 @@ class Agent:
         self._over = True
 
     def _accept(self) -> None:
+        """Let a process of the launcher connect, unless one of an earlier attempt has still to be told its end."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if not is_own(connection) or self._state == "left":  # it tries again, and may start an agent then
+        ending = self._state == "left" or any(rank.ended for rank in self._ranks.values())
+        if ending or not is_own(connection):  # it tries again, and may start an agent then
             connection.close()
             return
         lines = Lines(connection)
@@ -128,6 +155,7 @@ class Agent:
     def _greet(self, rank: Launched, hello: Message) -> None:
         """Take a process of the launcher in, and begin once all of this node are there."""
         rank.hello, rank.place = hello, Place(**hello["place"])
+        rank.trains = rank.place
         number = rank.place.rank
         if self._state != "waiting" or number in self._ranks:
             rank.lines.send(
@@ -158,6 +186,9 @@ class Agent:
 
     def _forward(self, rank: Launched, number: int) -> None:
         """Pass a stop signal on. From now on ranks are not started again."""
+        if self._state == "spare":  # the others go on without this node
+            self._give_node_up({"end": EXIT_RESUMABLE})
+            return
         self._stopped = True
         if rank.process:
             with suppress(ProcessLookupError):
@@ -178,7 +209,11 @@ class Agent:
         elif self._state != "left":
             self._kill(rank)
             why = f"rank {rank.place.rank}'s process of the launcher on {host_name()} has ended: the ranks end with it"
-            self._first_word("roster" if self._state == "meeting" else "over", {"end": EXIT_RESUMABLE, "error": why})
+            end = {"end": EXIT_RESUMABLE, "error": why}
+            if self._spares is not None and self._spares.node and not self._stopped:
+                self._give_node_up(end)
+            else:
+                self._first_word("roster" if self._state == "meeting" else "over", end)
         rank.ended = True
         if self._state == "left" and all(each.ended for each in self._ranks.values()):
             self._await_restart()
@@ -196,32 +231,35 @@ class Agent:
 
     def _open_board(self) -> None:
         """Fork the process that calls the store."""
-        for number in self._memory.keys() - self._ranks.keys():  # the launcher has numbered the ranks anew
-            for descriptor in self._memory.pop(number):
-                os.close(descriptor)
-        self._board, self._board_process = fork_board(self._first, self._baseline)
-        self._on_read(self._board, self._read_board)
+        self._keep_memory(self._ranks.keys())  # the launcher may have numbered the ranks anew
+        self._notices = Notices(self._first, self._baseline)
+        self._on_read(self._notices, self._read_board)
         self._state = "connecting"
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
+    def _keep_memory(self, ranks: Set[int]) -> None:
+        """Close the memory of all other ranks."""
+        for number in self._memory.keys() - ranks:
+            for descriptor in self._memory.pop(number):
+                os.close(descriptor)
+
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
-        assert self._board is not None
+        assert self._notices is not None
         try:
-            messages = self._board.receive()
+            messages = self._notices.receive()
         except Ended:
-            self._selector.unregister(self._board)
+            self._selector.unregister(self._notices)
             self._lose_board()
             return
         for message in messages:
             if "ready" in message and self._state == "connecting":
+                self._know_spares()
                 self._meet()
             elif "failed" in message:
                 self._end_all({"end": message["failed"], "error": message["error"], "local": True})
-            else:
-                kind, number = board.kind(message["seen"]), int(message["seen"].partition("/")[0])
-                if number == self._generation:
-                    _HANDLERS[kind](self, message["value"])
+            elif message.get("generation") == self._generation:
+                _HANDLERS[message["kind"]](self, message["value"])
 
     def _lose_board(self) -> None:
         if self._state != "left":
@@ -229,51 +267,56 @@ class Agent:
             self._end_all({"end": EXIT_RESUMABLE, "error": why, "local": True})
 
     def _close_board(self) -> None:
-        if self._board is not None:
-            with suppress(KeyError):
-                self._selector.unregister(self._board)
-            self._board.close()
-            self._board = None
-        if self._board_process:
-            with suppress(ProcessLookupError):
-                os.kill(self._board_process, signal.SIGKILL)
-            os.waitpid(self._board_process, 0)
-            self._board_process = 0
-
-    def _ask(self, **message: Any) -> None:
-        if self._board is not None:
-            self._board.send(message)
+        callers: tuple[Notices | Spares | None, ...] = (self._notices, self._spares)
+        for caller in callers:
+            if caller is not None:
+                with suppress(KeyError):
+                    self._selector.unregister(caller)
+                caller.close()
+        self._notices = self._spares = None
 
     def _watch(self, kind: str) -> None:
-        self._ask(watch=f"{self._generation}/{kind}")
+        if self._notices is not None:
+            self._notices.watch(self._generation, kind)
 
     def _first_word(self, kind: str, value: Message) -> None:
         """Write a notice, of which the first one counts."""
-        self._ask(first=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.first(self._generation, kind, value)
 
     def _add(self, kind: str, value: Any) -> None:
-        self._ask(add=f"{self._generation}/{kind}", value=value)
+        if self._notices is not None:
+            self._notices.add(self._generation, kind, value)
 
     # ------------------------------------------------------------------------------------------------ meeting
 
     def _meet(self) -> None:
         """Tell which ranks are here, for the next generation."""
-        self._ask(forget=f"{self._generation}/")
+        if self._notices is not None:
+            self._notices.forget(self._generation)
         self._generation += 1
         self._state, self._verdict = "meeting", None
         self._came, self._finished = set(), set()
         for kind in ("roster", *(("came", "finished") if self._decides else ())):
             self._watch(kind)
-        self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped})
+        self._add("came", {"ranks": list(self._ranks), "stopped": self._stopped, "host": host_name()})
         first = self._generation == 1
         seconds = self._first.hello["meeting_seconds"] if first else _MEETING_SECONDS
-        self._wait(seconds if self._decides else seconds + _ANSWER_SECONDS, self._miss)
+        if not self._decides:
+            seconds += _ANSWER_SECONDS + (0.0 if self._spares is None else _MEETING_SECONDS)
+        self._wait(seconds, self._miss)
 
     def _miss(self) -> None:
+        """Go on without those that have not come, if spare nodes can take their places, or end the run."""
         if not self._decides:
             self._end_all({"end": EXIT_RESUMABLE, "error": "rank 0's agent does not answer", "local": True})
             return
-        missing = set(range(self._first.place.world_size)) - self._came
+        missing = self._awaited - self._came
+        if self._spares is not None:
+            self._spares.mark_absent(missing)
+            self._begin_if_complete()
+            self._wait(_ANSWER_SECONDS, self._lose_board)
+            return
         why = f"{ranks_text(missing)} did not come to generation {self._generation}: their nodes are lost, or cut off"
         self._first_word("roster", {"end": EXIT_RESUMABLE, "error": why})
         self._wait(_ANSWER_SECONDS, self._lose_board)
@@ -281,24 +324,41 @@ class Agent:
     def _see_came(self, value: Message) -> None:
         self._came.update(value["ranks"])
         self._stopped = self._stopped or value["stopped"]
-        if len(self._came) == self._first.place.world_size:
+        if self._spares is not None:
+            self._spares.mark_present(value["ranks"], value["host"])
+            if self._generation == 1 and self._state == "meeting" and self._spares.are_enough(self._came):
+                self._hurry()
+        self._begin_if_complete()
+
+    def _hurry(self) -> None:
+        """Wait no longer than a minute from now."""
+        if self._deadline is None or self._deadline[0] > time.monotonic() + _MEETING_SECONDS:
+            self._wait(_MEETING_SECONDS, self._miss)
+
+    def _begin_if_complete(self) -> None:
+        """Decide how it goes on, once all nodes that are not lost have come."""
+        if self._state == "meeting" and self._came >= self._awaited:
             self._first_word("roster", self._decide())
 
     def _decide(self) -> Message:
         """Return how it goes on, once all have come."""
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
-        latest = self._history[-_WITHOUT_PROGRESS:]
-        if len(latest) == _WITHOUT_PROGRESS and len({step for step, _ in latest}) == 1:
-            first = self._generation - _WITHOUT_PROGRESS
-            told = "; ".join(f"generation {first + i}: {why}" for i, (_, why) in enumerate(latest))
-            step = latest[0][0]
-            why = f"{_WITHOUT_PROGRESS} generations in a row began after step {step} and failed: {told}"
-            return {"end": EXIT_FATAL, "error": why}
-        return {"begin": True}
+        ended = self._history
+        begun = [end for end in ended if end[1] is not None]
+        for latest in (begun[-_WITHOUT_PROGRESS:], ended[-_WITHOUT_PROGRESS:]):
+            steps = {step for _, step, _ in latest}
+            if len(latest) == _WITHOUT_PROGRESS and len(steps) == 1:
+                step = steps.pop()
+                where = "ended before they began to train" if step is None else f"began after step {step} and failed"
+                told = "; ".join(f"generation {number}: {why}" for number, _, why in latest)
+                return {"end": EXIT_FATAL, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
+        return {"begin": True} if self._spares is None else self._fill_seats(self._spares)
 
     def _see_roster(self, value: Message) -> None:
         """Start the ranks, or end the run, as has been decided."""
+        if self._state != "meeting":  # this node has given itself up
+            return
         if "end" in value or self._stopped:
             if "end" not in value:  # the others begin, and would wait for these ranks
                 self._first_word("over", {"end": EXIT_RESUMABLE})
@@ -307,6 +367,12 @@ class Agent:
         self._deadline, self._state = None, "running"
         self._begun = None
         self._watch("over")
+        if self._spares is not None:
+            trains = self._spares.take_seats(self._ranks.values(), value["seats"])
+            self._keep_memory({rank.trains.rank for rank in self._ranks.values()} if trains else set())
+            if not trains:
+                self._state = "spare"
+                return
         if lost := [rank for rank in self._ranks.values() if rank.ended]:
             self._first_word("over", {"end": EXIT_RESUMABLE, "error": f"rank {lost[0].place.rank} has ended"})
             return
@@ -319,7 +385,7 @@ class Agent:
         """Start the process of a rank."""
         files: list[int] = []
         if rank.hello["copies"]:
-            number = rank.place.rank
+            number = rank.trains.rank
             if number not in self._memory:
                 names = (f"megalite rank {number} {i}" for i in range(_MEMORY_FILES_OF_A_RANK))
                 self._memory[number] = [os.memfd_create(name) for name in names]
@@ -348,7 +414,7 @@ class Agent:
                 if self._decides and self._why:
                     seconds = time.monotonic() - self._failed_at
                     after = f"went on after step {number}, {seconds:.1f} s later"
-                    self._ranks[0].lines.send({"say": f"generation {self._generation}: {self._why}; {after}"})
+                    self._say(f"generation {self._generation}: {self._why}; {after}")
 
     def _close_pipe(self, rank: Launched) -> None:
         self._selector.unregister(rank.pipe)
@@ -373,11 +439,13 @@ class Agent:
 
     def _judge(self, rank: Launched, code: int) -> None:
         """Say on the board how a rank has ended, unless it has finished."""
-        number = rank.place.rank
+        number = rank.trains.rank
         if code == rank.told == EXIT_FINISHED:
             if not any(each.process for each in self._ranks.values()):
-                self._add("finished", list(self._ranks))
+                self._add("finished", [each.trains.rank for each in self._ranks.values()])
                 self._state = "ending"
+            elif self._deadline is None:
+                self._wait(self._first.hello["meeting_seconds"], self._kill_suspended)
             return
         if code in (EXIT_CONFIGURATION, EXIT_FATAL) or code == rank.told == EXIT_RESUMABLE or self._stopped:
             self._first_word("over", {"end": code if code >= 0 else EXIT_RESUMABLE, "rank": number})
@@ -387,18 +455,27 @@ class Agent:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         why = f"rank {number} on {host_name()} {how}"
         grace = 0.0 if code < 0 else _GRACE_SECONDS
-        self._first_word("over", {"failed": why, "grace": grace})
+        # With EXIT_RESUMABLE a rank ends because of another one.
+        node = None if self._spares is None or code == EXIT_RESUMABLE else self._spares.node
+        self._first_word("over", {"failed": why, "grace": grace, "node": node})
         self._state = "ending"
         self._wait(grace, self._kill_all)
 
+    def _kill_suspended(self) -> None:
+        """Kill ranks that are suspended after others have finished: no watchdog sees it any more."""
+        for rank in self._ranks.values():
+            if is_suspended(rank.process):
+                self._kill(rank)
+        self._wait(self._first.hello["meeting_seconds"], self._kill_suspended)
+
     def _see_finished(self, value: list[int]) -> None:
         self._finished.update(value)
-        if len(self._finished) == self._first.place.world_size:
+        if len(self._finished) == self._first.trains.world_size:
             self._first_word("over", {"end": EXIT_FINISHED})
 
     def _see_over(self, value: Message) -> None:
         """End this node's ranks, because of the first word on the end of this generation."""
-        if self._verdict is not None:
+        if self._verdict is not None or self._state == "leaving":
             return
         self._verdict = value
         if self._state == "running":
@@ -407,31 +484,25 @@ class Agent:
             self._wait(_LAST_SECONDS if asked else value.get("grace", _GRACE_SECONDS), self._kill_all)
         if "failed" in value:
             self._why, self._failed_at = value["failed"], time.monotonic()
+            if self._spares is not None:
+                self._spares.seats.fail(value.get("node"))
         self._end_generation()
 
     def _end_generation(self) -> None:
         """Go on once the ranks of this node have ended, and it is known why."""
         if any(rank.process for rank in self._ranks.values()):
             return
-        if self._verdict is None:  # the store may hang: nothing else would end this wait
-            self._wait(self._first.hello["meeting_seconds"], self._lose_board)
+        if self._verdict is None:
+            if not all(rank.told == EXIT_FINISHED for rank in self._ranks.values()):  # ranks elsewhere may take longer
+                self._wait(self._first.hello["meeting_seconds"], self._lose_board)
             return
         self._deadline = None
         if "end" in self._verdict:
             self._leave_together(self._verdict)
             return
-        if self._decides:
-            self._history.append((self._step_of_generation(), self._verdict["failed"]))
+        if self._decides and "lost" not in self._verdict:
+            self._history.append((self._generation, self._begun, self._verdict["failed"]))
         self._meet()
-
-    def _step_of_generation(self) -> int:
-        """Return the step after which the generation began, or would have begun."""
-        if self._begun is not None:
-            return self._begun
-        try:
-            return int((Path(self._first.hello["save"]) / "latest_checkpointed_iteration.txt").read_text()[:20])
-        except (OSError, ValueError):
-            return 0
 
     def _kill(self, rank: Launched) -> None:
         if rank.process:
@@ -443,6 +514,71 @@ class Agent:
         for rank in self._ranks.values():
             self._kill(rank)
 
+    # ------------------------------------------------------------------------------------------------ spare nodes
+
+    @property
+    def _awaited(self) -> set[int]:
+        """Return the launcher's numbers of the ranks that are to come: all, but for those of lost nodes."""
+        everyone = set(range(self._first.place.world_size))
+        return everyone if self._spares is None else everyone - self._spares.absent
+
+    def _know_spares(self) -> None:
+        if self._first.hello["spare_nodes"]:
+            from megalite.extras.recovery.spares import Spares
+
+            self._spares = Spares(self._first, self._baseline)
+            self._on_read(self._spares, self._read_beats)
+
+    def _read_beats(self) -> None:
+        """Handle that nodes are silent, or heard of again."""
+        assert self._spares is not None
+        try:
+            messages = self._spares.receive()
+        except Ended:
+            self._selector.unregister(self._spares)
+            self._lose_board()
+            return
+        for message in messages:
+            if "silent" in message:
+                self._lose_node(self._spares, message["silent"])
+            elif message["back"] not in self._spares.seats.nodes:
+                self._spares.seats.absent.discard(message["back"])
+
+    def _lose_node(self, spares: Spares, node: int) -> None:
+        """End the generation because a node does not answer any more, unless the node only waits."""
+        trains, name = node in spares.seats.nodes, spares.mark_lost(node)
+        if trains and self._state == "running":
+            self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0, "lost": True})
+        elif not trains:
+            self._say(f"{name} does not answer any more; {spares.waiting()}")
+        self._begin_if_complete()
+
+    def _give_node_up(self, end: Message) -> None:
+        """End this node alone: another one takes its place."""
+        if self._state == "running":
+            self._first_word("over", {"failed": end["error"], "grace": 0.0, "lost": True})
+        self._kill_all()
+        self._state = "leaving"
+        self._wait(_NOTICE_SECONDS, partial(self._end_all, {**end, "local": True}))
+
+    def _fill_seats(self, spares: Spares) -> Message:
+        """Return which nodes train; or the end of the run, if they are too few."""
+        filled = spares.fill()
+        if filled:
+            self._history = []  # other nodes may get further
+        told = [self._why, filled] if self._generation > 1 else [filled, spares.waiting()]
+        text = "; ".join(filter(None, told))
+        if missing := spares.missing():
+            return {"end": EXIT_RESUMABLE, "error": f"{missing} ({text})"}
+        if self._generation > 1:
+            self._why = text
+        else:
+            self._say(text)
+        return {"begin": True, "seats": spares.seats.nodes}
+
+    def _say(self, text: str) -> None:
+        self._ranks[0].lines.send({"say": text})
+
     # ------------------------------------------------------------------------------------------------ the end
 
     def _leave_together(self, end: Message) -> None:
@@ -453,7 +589,7 @@ class Agent:
             self._wait(_NOTICE_SECONDS, partial(self._end_all, end))
             return
         self._left = set(self._ranks)
-        if len(self._left) == self._first.place.world_size:
+        if self._left >= self._awaited:
             self._end_all(end)
         else:
             self._watch("left")
@@ -461,7 +597,7 @@ class Agent:
 
     def _see_left(self, value: list[int]) -> None:
         self._left.update(value)
-        if len(self._left) == self._first.place.world_size and self._state == "leaving":
+        if self._left >= self._awaited and self._state == "leaving":
             self._end_all(self._end)
 
     def _end_all(self, end: Message) -> None:
@@ -511,6 +647,7 @@ _HANDLERS: dict[str, Callable[[Agent, Any], None]] = {
 
 def command() -> None:
     """Run the agent. Arguments: the descriptor of the socket that listens, and the process ID of the launcher."""
+    require_streams()  # ranks write to them, though the launcher may have closed those of the agent
     descriptor, launcher = map(int, sys.argv[1:])
     for stop in STOP_SIGNALS:  # SLURM sends them to every process of a step; a rank has handlers of its own
         signal.signal(stop, lambda *_: None)

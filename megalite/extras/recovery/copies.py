@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
-from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from megalite.extras.recovery.choice import Choice, choose
+from megalite.errors import CheckpointError, CommunicationError, ConfigurationError, CorruptCheckpointError
+from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.interval import Price, interval_for
-from megalite.extras.recovery.partner import Links, partners_of
+from megalite.extras.recovery.partner import Links, can_replace_nodes, partners_of
 from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, byte_ranges, describe, identity, seal
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
@@ -72,8 +74,12 @@ class Copies:
         self._config, self._mesh = config, mesh
         own, self._kept = [Slot(number) for number in files[:2]], [Slot(number) for number in files[2:]]
         self._own = own
-        hosts = all_gather_json(host_name(), mesh)
-        self._partners = partners_of(hosts, config.recovery.memory_checkpoint_partner)
+        mark, replaced = secrets.randbits(63), can_replace_nodes(os.environ, config.recovery.spare_nodes)
+        told = all_gather_json((host_name(), replaced, mark), mesh)
+        hosts, self._mark = [host for host, *_ in told], told[0][2]
+        self._replaced = any(replaced for _, replaced, _ in told)
+        distance = config.recovery.memory_checkpoint_partner
+        self._partners = partners_of(hosts, distance) if self._replaced else None
         self._links = None if self._partners is None else Links(self._partners, mesh)
         self._host = hosts[mesh.rank]
         text, world = dump(config), mesh.whole.world_size
@@ -85,6 +91,8 @@ class Copies:
         """Seconds of the background work of the last copy."""
         self._taken = 0
         """Step of the last copy."""
+        self._continued: Taken | None = None
+        """Copy from which this start continues."""
         self._blocking = 0.0
         """Seconds for which the last copy has kept training from going on."""
         self._told = True
@@ -96,8 +104,7 @@ class Copies:
     def load(self, build: Any, on_disk: Sequence[AnyPath]) -> tuple[Trainer, str] | None:
         """Continue from the newest step of which every rank has a copy, if it is newer than the checkpoints on disk.
 
-        A copy whose checksums do not match is dropped, with a warning, and the choice is made again. All copies of
-        other steps are dropped, too.
+        A copy whose checksums do not match is dropped, with a warning, and the choice is made again.
 
         Args:
             build: returns the trainer, the same one until its `cache_clear` is called.
@@ -107,11 +114,11 @@ class Copies:
             the trainer and a text on where it continues; None to load from disk.
         """
         newest, failed = max(map(iteration_of, on_disk), default=0), False
-        while (chosen := self._choose()) is not None and chosen.step > newest:
-            named = f"the copies in memory of step {chosen.step}"
+        while (chosen := self._choose()) is not None and chosen.taken.step > newest:
+            named = f"the copies in memory of step {chosen.taken.step}"
             if not self._fetch(chosen):
                 continue
-            slot = _slot_of(self._own, self._identity, chosen.step)
+            slot = _slot_of(self._own, self._identity, chosen.taken)
             try:
                 described = _described(slot)
                 build().load(FOLDER, described, ResumePoint(Candidates(), alone=True))
@@ -125,19 +132,19 @@ class Copies:
                 failed = True
                 self._warn(error, named)
                 break
-            self._drop_all_but(chosen.step)
-            self._taken = chosen.step
+            self._continued = chosen.taken
             whose = [f"rank {rank}'s from its partner, rank {partner}" for rank, partner in chosen.fetched.items()]
             return build(), f"continues from {named}" + (f" ({'; '.join(whose)})" if whose else "")
-        self._drop_all_but(None)
         if failed:  # a part may have been loaded
             build.cache_clear()
         return None
 
     def _choose(self) -> Choice | None:
-        own = _steps(self._own, self._identity)
-        kept = _steps(self._kept, self._other) if self._links is not None else []
-        found = all_gather_json((own, kept), self._mesh)
+        own = _copies(self._own, self._identity)
+        kept = _copies(self._kept, self._other) if self._links is not None else []
+        found = [
+            [[Taken(*copy) for copy in each] for each in both] for both in all_gather_json((own, kept), self._mesh)
+        ]
         return choose([each for each, _ in found], [each for _, each in found], self._partners)
 
     def _fetch(self, chosen: Choice) -> bool:
@@ -146,7 +153,7 @@ class Copies:
         for rank, partner in chosen.fetched.items():
             assert self._links is not None
             if self._mesh.rank == partner:
-                kept = _slot_of(self._kept, self._other, chosen.step)
+                kept = _slot_of(self._kept, self._other, chosen.taken)
                 assert kept is not None
                 header = kept.header() if kept.is_intact() else None
                 if header is None:
@@ -161,8 +168,8 @@ class Copies:
         if not all(told):
             ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in chosen.fetched)
             self.notes += (
-                f"WARNING: the copy in memory of step {chosen.step} that a partner keeps for rank {ranks} is damaged: "
-                "it is not used",
+                f"WARNING: the copy in memory of step {chosen.taken.step} that a partner keeps for rank {ranks} is "
+                "damaged: it is not used",
             )
         return all(told)
 
@@ -173,12 +180,12 @@ class Copies:
             slot.discard()
         return any(all_gather_json(damaged, self._mesh))
 
-    def _drop_all_but(self, step: int | None) -> None:
-        """Drop all copies of other steps, so that no later choice mixes them with those of steps that are run again."""
+    def _drop_all_but(self, taken: Taken | None) -> None:
+        """Drop all other copies: those of later steps would count as newer than what is taken from now on."""
         for slots, whose in ((self._own, self._identity), (self._kept, self._other)):
             for slot in slots:
                 header = slot.header()
-                if header is None or header.identity != whose or header.step != step:
+                if header is None or header.identity != whose or (header.step, header.mark) != taken:
                     slot.discard()
 
     def _warn(self, error: CheckpointError, named: str) -> None:
@@ -189,7 +196,11 @@ class Copies:
     # ------------------------------------------------------------------------------------------------ while it trains
 
     def begin(self, trainer: Trainer) -> None:
-        """Allocate the slots. Raises ConfigurationError, on all ranks alike, if a host has too little memory."""
+        """Allocate the slots, or if a host has too little memory for them and no interval was given, take no copies.
+
+        Raises ConfigurationError, on all ranks alike, if a host has too little memory for the interval that was given.
+        """
+        self._drop_all_but(self._continued)
         self._trainer, self._taken = trainer, trainer.iteration
         parts = [region.part for region in self._regions(trainer)]
         ranges = byte_ranges(parts)
@@ -198,7 +209,8 @@ class Copies:
         size = (ranges[-1].stop if ranges else HEADER) + len(text) + _ROOM
         sizes = all_gather_json(size, self._mesh)
         other = 0 if self._links is None else sizes[self._links.source]
-        self._require_room(2 * (size + other))
+        if not self._has_room(2 * (size + other)):
+            return
         for slot in self._own:
             slot.allocate(size)
             device.page_lock(slot.memory, self._mesh.device)
@@ -206,15 +218,17 @@ class Copies:
             slot.allocate(other)
         every = "" if self.interval is None else f", every {self.interval} step{'s' * (self.interval != 1)}"
         self.notes += (f"copies in memory: {size / 2**20:,.1f} MiB on rank 0, twice, {self._partner_text()}{every}",)
-        self._mark()
+        self._set_clock()
 
     def _partner_text(self) -> str:
         if self._links is not None:
             return f"and twice on its partner, rank {self._links.partner}"
-        return (
-            "without partners, as they need nodes with equal numbers of ranks, and two of them: a lost node costs the "
-            "steps since the last checkpoint on disk"
-        )
+        why = "they need nodes with equal numbers of ranks, and two of them"
+        if not self._replaced:
+            why = (
+                "this launcher replaces no lost node, as torchrun's --max-restarts does, and there are no --spare-nodes"
+            )
+        return f"without partners, as {why}: a lost node costs the steps since the last checkpoint on disk"
 
     def _regions(self, trainer: Trainer) -> list[Region]:
         """Return what this rank holds, each box once."""
@@ -222,14 +236,23 @@ class Copies:
         regions = held_regions(trainer.network, trainer.optimizer)
         return list({(region.part.name, region.part.box): region for region in regions}.values())
 
-    def _require_room(self, needed: int) -> None:
-        for name, _, size, limit in full_hosts(needed, self._mesh):
-            raise ConfigurationError(
-                f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of "
-                f"each that has its partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their "
-                "control group, or what the machine has): give --memory-checkpoint-interval 0, or divide the state "
-                "among more ranks by --data-parallel-sharding-strategy (ZeRO)"
-            )
+    def _has_room(self, needed: int) -> bool:
+        """Tell whether all hosts have the memory. If not, note that there are no copies, or refuse their interval."""
+        full = next(full_hosts(needed, self._mesh), None)
+        if full is None:
+            return True
+        name, _, size, limit = full
+        why = (
+            f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of each that has its "
+            f"partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control group, or what the "
+            "machine has): "
+        )
+        advice = "divide the state among more ranks by --data-parallel-sharding-strategy (ZeRO)"
+        if self.interval is not None:
+            raise ConfigurationError(f"{why}give --memory-checkpoint-interval 0, or {advice}")
+        self.interval = 0
+        self.notes += (f"{why}there are none, and a failure costs the steps since the last checkpoint; {advice}",)
+        return False
 
     @property
     def busy(self) -> bool:
@@ -246,7 +269,7 @@ class Copies:
 
         `busy`: True if any rank is `busy`.
         """
-        if busy:
+        if busy or self.interval == 0:
             return None
         trainer = self._trainer
         assert trainer is not None
@@ -259,25 +282,35 @@ class Copies:
         now = trainer.iteration
         if self.interval is None:
             if now - self._taken == 1:  # a step as others are: the first one of a process is slower
-                self._mark()
+                self._set_clock()
             elif now - self._taken >= 2:
-                self._step_seconds = self._since_mark()
+                self._step_seconds = self._since_clock()
                 self._take(trainer)
         elif now // self.interval > self._taken // self.interval:
             self._take(trainer)
         return told
+
+    def drop_after(self, step: int) -> None:
+        """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
+        if self._work is not None:
+            with suppress(Exception):  # whether it is whole or not, it goes
+                self._work.result()
+        for slot in (*self._own, *self._kept):
+            header = slot.header()
+            if header is not None and header.step > step:
+                slot.discard()
 
     def figures(self) -> dict[str, float]:
         """Return the figure for the record of the step after a copy, or none."""
         blocking, self._told = 0.0 if self._told else self._blocking, True
         return {"memory_copy_s": blocking} if blocking else {}
 
-    def _mark(self) -> None:
+    def _set_clock(self) -> None:
         self._at = time.perf_counter() if self._mesh.device.type == "cuda" else time.process_time()
 
-    def _since_mark(self) -> float:
+    def _since_clock(self) -> float:
         before = self._at
-        self._mark()
+        self._set_clock()
         return self._at - before
 
     @torch.no_grad()
@@ -302,9 +335,12 @@ class Copies:
     ) -> float:
         """Commit a copy, and exchange copies with the partners. Returns the seconds of the CPU."""
         began = time.thread_time()
-        header = seal(slot, self._identity, parts, Manifest(*progress, {}, {}))
+        header = seal(slot, self._identity, self._mark, parts, Manifest(*progress, {}, {}))
         if self._links is not None:
-            self._links.exchange(slot, header, _free(self._kept, self._other))
+            try:
+                self._links.exchange(slot, header, _free(self._kept, self._other))
+            except (RuntimeError, CorruptCheckpointError) as error:  # a partner has died, or its bytes were changed
+                raise CommunicationError(f"the exchange of copies in memory failed: {error}") from error
         return time.thread_time() - began
 
     def __enter__(self) -> Copies:
@@ -323,18 +359,18 @@ class Copies:
             self._links.close()
 
 
-def _steps(slots: Sequence[Slot], whose: bytes) -> list[int]:
+def _copies(slots: Sequence[Slot], whose: bytes) -> list[Taken]:
     headers = [slot.header() for slot in slots]
-    return [header.step for header in headers if header is not None and header.identity == whose]
+    return [Taken(each.step, each.mark) for each in headers if each is not None and each.identity == whose]
 
 
-def _slot_of(slots: Sequence[Slot], whose: bytes, step: int) -> Slot | None:
-    return next((slot for slot in slots if step in _steps([slot], whose)), None)
+def _slot_of(slots: Sequence[Slot], whose: bytes, taken: Taken) -> Slot | None:
+    return next((slot for slot in slots if taken in _copies([slot], whose)), None)
 
 
 def _free(slots: Sequence[Slot], whose: bytes) -> Slot:
     """Return the slot to overwrite: one without a copy, or else that of the older one."""
-    return min(slots, key=lambda slot: max(_steps([slot], whose), default=-1))
+    return min(slots, key=lambda slot: max(_copies([slot], whose), default=(-1, 0)))
 
 
 def _described(slot: Slot | None) -> Manifest:

@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from megalite.errors import EXIT_RESUMABLE
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, MegaliteError
 from megalite.extras.recovery import board
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
@@ -30,6 +30,8 @@ class Launched:
     lines: Lines
     hello: Message = field(default_factory=dict)
     place: Place = field(default_factory=lambda: Place(0, 0, 1))
+    trains: Place = field(default_factory=lambda: Place(0, 0, 1))
+    """Place of the rank in training, which is another one on a spare node."""
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -37,6 +39,21 @@ class Launched:
     told: int | None = None
     """Exit code with which the rank has said that it ends on purpose."""
     ended: bool = False
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Process that calls the store for an agent, and the connection to it."""
+
+    lines: Lines
+    process: int
+
+    def close(self) -> None:
+        """End the process."""
+        self.lines.close()
+        with suppress(ProcessLookupError):
+            os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
 
 
 def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[int]) -> None:
@@ -50,7 +67,7 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     """
     reading, writing = os.pipe()
     hello = rank.hello
-    generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing)
+    generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing, process=0)
     environment = _variables(rank, number)
     if files:
         environment[MEMORY_FILES] = ",".join(map(str, files))
@@ -66,22 +83,27 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     rank.process, rank.pipe, rank.told = process, reading, None
 
 
-def fork_board(first: Launched, baseline: set[int]) -> tuple[Lines, int]:
-    """Start the process that calls the store; return the connection to it, and its ID."""
+def fork_board(first: Launched, baseline: set[int]) -> Caller:
+    """Start the process that writes and reads the board."""
+    return fork_caller(first, baseline, _call_store)
+
+
+def fork_caller(first: Launched, baseline: set[int], call: Callable[[Lines, Launched], None]) -> Caller:
+    """Start a process that calls the store. `first`: the node's lowest rank; `baseline`: open files it inherits."""
     ours, theirs = socket.socketpair()
     parent = os.getpid()
     process = os.fork()
     if not process:
-        _run_board(Lines(theirs), first, baseline, parent)
+        _run_caller(Lines(theirs), first, baseline, parent, call)
     theirs.close()
-    return Lines(ours), process
+    return Caller(Lines(ours), process)
 
 
 def _variables(rank: Launched, generation: int) -> dict[str, str]:
     """Return the variables that a rank has in place of those of its launcher."""
-    place = rank.place
+    place = rank.trains
     variables = {"MEGALITE_EXIT_FILE": ""}
-    if place.world_size > 1:
+    if rank.place.world_size > 1:
         variables |= {
             "RANK": str(place.rank),
             "LOCAL_RANK": str(place.local_rank),
@@ -121,16 +143,18 @@ def _become_rank(
         os._exit(EXIT_RESUMABLE)
 
 
-def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -> NoReturn:
-    """Connect to the store, and call it for the agent, in a process just forked."""
+def _run_caller(
+    lines: Lines, first: Launched, baseline: set[int], parent: int, call: Callable[[Lines, Launched], None]
+) -> NoReturn:
+    """Call the store for the agent, in a process just forked."""
     try:
         end_with_parent(parent)
         take_streams(first.lines.descriptors)
         close_all_but(baseline | {lines.fileno()})
         os.environ.clear()
         os.environ.update(first.hello["environment"])
-        _call_store(lines, first)
-    except (Ended, RuntimeError):
+        call(lines, first)
+    except (Ended, CommunicationError):
         pass
     except BaseException:
         traceback.print_exc()
@@ -139,12 +163,11 @@ def _run_board(lines: Lines, first: Launched, baseline: set[int], parent: int) -
 
 
 def _call_store(lines: Lines, first: Launched) -> None:
-    from megalite.errors import MegaliteError
     from megalite.lifecycle.rendezvous import connect
 
     try:
-        store = connect(first.place, first.hello["meeting_seconds"], "warm")
+        mailbox = connect(first.place, first.hello["meeting_seconds"], "warm")
     except MegaliteError as error:
         lines.send({"failed": error.exit_code, "error": str(error)})
         return
-    board.serve(lines, store)
+    board.serve(lines, mailbox, first.place.world_size // (first.place.local_world_size or 1))

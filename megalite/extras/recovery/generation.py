@@ -26,10 +26,12 @@ class Generation:
     """`identity` of a STOP from before the run, which is not meant for it; None if there was none."""
     descriptor: int
     """Pipe to the agent."""
+    process: int
+    """Process of the rank. Those that it forks or starts have its environment, and say nothing in its name."""
 
     def variables(self) -> dict[str, str]:
         """Return the variables of the environment from which the rank reads this."""
-        state = {"began": self.began, "stop": self.stop, "descriptor": self.descriptor}
+        state = {"began": self.began, "stop": self.stop, "descriptor": self.descriptor, "process": self.process}
         return {GENERATION: str(self.number), STATE: json.dumps(state)}
 
     @classmethod
@@ -37,7 +39,7 @@ class Generation:
         """Return what `variables` gave."""
         state = json.loads(environment[STATE])
         stop = None if state["stop"] is None else (state["stop"][0], state["stop"][1])
-        return cls(int(environment[GENERATION]), state["began"], stop, state["descriptor"])
+        return cls(int(environment[GENERATION]), state["began"], stop, state["descriptor"], state["process"])
 
     def tell_begun(self, iteration: int) -> None:
         """Tell the agent the step after which this rank goes on."""
@@ -48,6 +50,8 @@ class Generation:
         self._tell(f"end {code}")
 
     def _tell(self, words: str) -> None:
+        if os.getpid() != self.process:
+            return
         with suppress(OSError):  # the agent has ended, and this process is about to be killed
             os.write(self.descriptor, f"{words}\n".encode())
 

@@ -15,14 +15,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megalite.config import RunConfig
-from megalite.config.near_checkpoints import require_load
-from megalite.config.validate import resolve
+from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.lifecycle.failure import report
@@ -39,23 +39,28 @@ _CONNECTING_SECONDS = 60.0
 _BETWEEN_TRIES = 0.05
 
 
-def run_warm(config: RunConfig, place: Place) -> int:
-    """Have the agent of this node run this rank, until the run ends. Returns the exit code of the program.
+def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> int:
+    """Have the agent of this node run the program of this process, until the run ends. Returns its exit code.
+
+    Args:
+        config: the configuration, which has been checked.
+        place: as the launcher tells it.
+        own_program: the program is no command of megalite.
 
     Raises:
         ConfigurationError: the launcher or the system does not have what a warm restart needs.
         CommunicationError: the agent cannot be reached.
     """
     began = time.monotonic()
-    config = resolve(config, place.world_size, place.local_world_size)
-    require_load(config.checkpoint)
-    _require(place)
+    _open_streams()
+    _require(place, config.recovery.spare_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
         "place": asdict(place),
         "save": save,
         "copies": config.recovery.memory_checkpoint_interval != 0,
+        "spare_nodes": config.recovery.spare_nodes,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
@@ -64,6 +69,7 @@ def run_warm(config: RunConfig, place: Place) -> int:
         "environment": dict(os.environ),
         "path": sys.path,
         "ignored": [number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+        "own_program": own_program,
         **_program(),
     }
     lines = _connect(_name(launcher, save), launcher)
@@ -74,16 +80,31 @@ def run_warm(config: RunConfig, place: Place) -> int:
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
-    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"])
+    goes_on_without = config.recovery.spare_nodes > 0 and place.rank >= (place.local_world_size or 1)
+    tell = _say_alone if goes_on_without else partial(report, None)
+    return _follow(lines, reading, place, Path(save) / STOP, hello["stop"], tell)
 
 
-def _require(place: Place) -> None:
+def _open_streams() -> None:
+    """Have standard input, output and error lead nowhere where they are closed: ranks get them by their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+def _require(place: Place, spare_nodes: int) -> None:
+    """Raise ConfigurationError if the system or the launcher does not have what is needed."""
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
     if place.world_size > 1 and place.local_world_size is None:
         raise ConfigurationError(
             "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
             "LOCAL_WORLD_SIZE on every rank"
+        )
+    if spare_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
+        raise ConfigurationError(
+            f"--spare-nodes {spare_nodes}: rank {place.rank} has the local rank {place.local_rank} of "
+            f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"
         )
 
 
@@ -95,9 +116,30 @@ def _program() -> dict[str, Any]:
     return {"argv": sys.argv, "module": spec.name if spec else None, "file": file and os.path.abspath(file)}
 
 
+def run_program_warm(config: TaskConfig, place: Place) -> NoReturn:
+    """Have the agent run the program from which this is called, and exit with its code when the run ends.
+
+    Raises ConfigurationError if the agent could not run it, or if this process is connected with others.
+    """
+    program = _program()
+    if program["module"] is None and program["file"] is None:
+        raise ConfigurationError(
+            "warm_restart=True needs a program in a file or a module, which ranks run from its start"
+        )
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_available() and distributed.is_initialized():
+        raise ConfigurationError(
+            "warm_restart=True: create the Trainer before anything connects the ranks (torch.distributed."
+            "init_process_group): they run the program from its start, in processes of their own"
+        )
+    sys.exit(run_warm(config, place, own_program=True))
+
+
 def _launcher() -> int:
     """Return the ID of the process that started the ranks of this node."""
     names = ["RANK"] if "TORCHELASTIC_RUN_ID" in os.environ else [name for name in RANK_VARIABLES if name in os.environ]
+    if not names:  # a shell has started a process alone, which may outlive it
+        return os.getpid()
     return launcher_process(names) or os.getpid()
 
 
@@ -155,8 +197,10 @@ def _start_agent(name: str, launcher: int) -> None:
         )
 
 
-def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: object) -> int:
-    """Do what the agent says until it gives the exit code, and pass on stop signals.
+def _follow(
+    lines: Lines, signals: int, place: Place, stop: Path, old_stop: object, tell: Callable[[str, int], object]
+) -> int:
+    """Do what the agent says until it gives the exit code, and pass on stop signals. `tell`: reports an error.
 
     One process of the node also tells the agent of a `stop` file that is newer than the run. The agent needs it while
     no ranks run, as when other nodes are late.
@@ -178,25 +222,28 @@ def _follow(lines: Lines, signals: int, place: Place, stop: Path, old_stop: obje
                 messages = lines.receive()
             except Ended:
                 if place.local_rank == 0:
-                    report(
-                        None,
-                        "the agent of this node's ranks has ended without a message, and they with it",
-                        EXIT_RESUMABLE,
-                    )
+                    text = "the agent of this node's ranks has ended without a message, and they with it"
+                    tell(text, EXIT_RESUMABLE)
                 return EXIT_RESUMABLE
             for message in messages:
                 if "say" in message:
                     with suppress(OSError):
                         say(message["say"])
                 if "end" in message:
-                    return _end(message)
+                    return _end(message, tell)
 
 
-def _end(message: Message) -> int:
+def _end(message: Message, tell: Callable[[str, int], object]) -> int:
     code: int = message["end"]
     if message.get("record") and os.environ.get(VARIABLE):
         with suppress(OSError):
             shutil.copyfile(message["record"], os.environ[VARIABLE])
     if message.get("error"):
-        report(None, message["error"], code)
+        tell(message["error"], code)
     return code
+
+
+def _say_alone(text: str, code: int) -> None:
+    """Say why this node ends, and leave MEGALITE_EXIT_FILE to the others: the run may go on without it."""
+    with suppress(OSError):
+        say(f"error: {text}", to_error=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,11 @@ from megalite.torch_internals import Store, new_process_group
 
 _CHUNK = 1 << 24
 """Bytes of one message."""
+
+
+def can_replace_nodes(environment: Mapping[str, str], spare_nodes: int) -> bool:
+    """Tell whether another node may replace a lost one: only then does a rank need its copy on another one."""
+    return spare_nodes > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def partners_of(hosts: Sequence[str], distance: int) -> tuple[int, ...] | None:
@@ -42,6 +47,21 @@ def partners_of(hosts: Sequence[str], distance: int) -> tuple[int, ...] | None:
     return tuple(found)
 
 
+def rounds_of(partners: Sequence[int]) -> list[int]:
+    """Return by rank the round, of three, in which it connects with its partner: no rank has two of one round."""
+    found = [-1] * len(partners)
+    for first in range(len(partners)):
+        circle: list[int] = []
+        rank = first
+        while found[rank] < 0:
+            found[rank] = len(circle) % 2
+            circle.append(rank)
+            rank = partners[rank]
+        if len(circle) % 2:  # the last one would meet the first one
+            found[circle[-1]] = 2
+    return found
+
+
 class Links:
     """Connections of a rank with its partner, and with the rank whose partner it is.
 
@@ -52,10 +72,10 @@ class Links:
         """Connect. Called by all ranks together."""
         rank = mesh.whole.rank
         self.partner, self.source = partners[rank], partners.index(rank)
+        rounds = rounds_of(partners)  # nobody waits in a circle, nor in a line of all nodes
         self._groups: dict[int, dist.ProcessGroup] = {}
-        for source, partner in enumerate(partners):  # all ranks in the same order: nobody waits in a circle
-            if rank in (source, partner):
-                self._groups[source] = _connect(rank, source, partner)
+        for source in sorted((rank, self.source), key=rounds.__getitem__):
+            self._groups[source] = _connect(rank, source, partners[source])
         self._own, self._other = self._groups[rank], self._groups[self.source]
 
     def close(self) -> None:

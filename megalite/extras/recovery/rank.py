@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE
@@ -52,6 +53,7 @@ def run_rank(hello: Mapping[str, Any], generation: Generation, environment: Mapp
         environment: variables in place of the launcher's.
     """
     code = EXIT_INTERNAL
+    generation = replace(generation, process=os.getpid())
     try:
         os.setpgid(0, 0)
         _take_signals(hello["ignored"], generation)
@@ -60,15 +62,30 @@ def run_rank(hello: Mapping[str, Any], generation: Generation, environment: Mapp
         os.environ.update({**hello["environment"], **environment, **generation.variables()})
         sys.argv, sys.path[:] = hello["argv"], hello["path"]
         code = _run(hello)
-    except BaseException:
-        with suppress(Exception):
-            sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        code = _report(error)
+        hello = {**hello, "own_program": False}  # it does not end on purpose
     finally:
         with suppress(BaseException):
             atexit._run_exitfuncs()
         with suppress(BaseException):
             write_out()
+        if hello["own_program"]:  # others tell it themselves, and earlier
+            generation.tell_end(code)
         os._exit(code)
+
+
+def _report(error: BaseException) -> int:
+    """Report an error that ends the program, as Python would; return the exit code."""
+    sys.last_value = error  # what runs at the end may look whether there is one
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ending:
+        if isinstance(ending.code, int):
+            return ending.code
+    except Exception:
+        pass
+    return EXIT_INTERNAL
 
 
 def _run(hello: Mapping[str, Any]) -> int:

@@ -11,9 +11,8 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -21,16 +20,15 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest, shard_file
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor
+from megalite.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.errors import CorruptCheckpointError, MegaliteError
-from megalite.parallel.sharding import Box
 
 FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
 HEADER = 4096
 """Size in bytes of the header, with the room behind it up to the next page."""
-_FIELDS = struct.Struct("<8s32sQQQI")
+_FIELDS = struct.Struct("<8s32sQQQQI")
 _MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
 
 
@@ -41,6 +39,8 @@ class Header:
     identity: bytes
     """Digest of the run and the rank that the copy is of; see `identity`."""
     step: int
+    mark: int
+    """Random number of the start of the ranks that took it: other starts may have another state at the same step."""
     start: int
     """Position of the first byte of the manifest."""
     stop: int
@@ -49,7 +49,7 @@ class Header:
     """CRC-32 of the manifest."""
 
     def to_bytes(self) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.start, self.stop, self.checksum)
+        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.mark, self.start, self.stop, self.checksum)
         return fields + zlib.crc32(fields).to_bytes(4, "little")
 
     @staticmethod
@@ -144,23 +144,8 @@ class Slot:
         return True
 
 
-@dataclass(frozen=True)
-class _OwnTensor(SavedTensor):
-    """Tensor of a rank's copy. Its boxes may overlap, as those of weights that two stages of a rank share."""
-
-    def boxes_at(self, box: Box) -> Sequence[SavedBox]:
-        """Return the box that was copied as this one."""
-        same = self._by_box.get(box)
-        return super().boxes_at(box) if same is None else (same,)
-
-    @cached_property
-    def _by_box(self) -> Mapping[Box, SavedBox]:
-        return {saved.box: saved for saved in self.boxes}
-
-
 def _own(saved: SavedTensor, file: str) -> SavedTensor:
-    boxes = tuple(replace(each, file=file) for each in saved.boxes)
-    return _OwnTensor(saved.shape, saved.dtype, boxes, relayout=saved.relayout)
+    return replace(saved, boxes=tuple(replace(each, file=file) for each in saved.boxes))
 
 
 def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
@@ -180,20 +165,14 @@ def describe(parts: Sequence[TensorBox], checksums: Sequence[shard_file.Checksum
 
 def checksums_of(values: Tensor) -> shard_file.Checksums:
     """Return the checksums of a box whose bytes [size] are in memory."""
-    return tuple(accumulate((memory for memory in _blocks(values)), lambda before, data: zlib.crc32(data, before),
-                            initial=0))[1:]  # fmt: skip
+    running = accumulate(shard_file.blocks_of(values), lambda before, data: zlib.crc32(data, before), initial=0)
+    return tuple(running)[1:]
 
 
-def _blocks(values: Tensor) -> Iterator[memoryview]:
-    data = shard_file.bytes_of(values)
-    for start in range(0, len(data), manifest.BLOCK):
-        yield data[start : start + manifest.BLOCK]
-
-
-def seal(slot: Slot, whose: bytes, parts: Sequence[TensorBox], described: Manifest) -> Header:
+def seal(slot: Slot, whose: bytes, mark: int, parts: Sequence[TensorBox], described: Manifest) -> Header:
     """Make the bytes of the parts, which are in the slot, a copy: with checksums and manifest, and then the header.
 
-    `described`: a manifest with the training state and the configuration.
+    `whose`, `mark`: see `Header`. `described`: a manifest with the training state and the configuration.
     """
     ranges = byte_ranges(parts)
     sums = [checksums_of(slot.memory[where.start : where.stop]) for where in ranges]
@@ -202,6 +181,6 @@ def seal(slot: Slot, whose: bytes, parts: Sequence[TensorBox], described: Manife
     if start + len(text) > len(slot.memory):
         raise MegaliteError(f"the manifest of a copy in memory has grown to {len(text)} bytes: please report it")
     os.pwrite(slot.descriptor, text, start)
-    header = Header(whose, described.training.iteration, start, start + len(text), zlib.crc32(text))
+    header = Header(whose, described.training.iteration, mark, start, start + len(text), zlib.crc32(text))
     slot.commit(header)
     return header

@@ -18,7 +18,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -27,18 +26,18 @@ import torch
 from torch import Tensor
 
 from megalite.config.run import TaskConfig
-from megalite.errors import CommunicationError, ConfigurationError
+from megalite.errors import ConfigurationError
+from megalite.mailbox import Mailbox
 from megalite.optim.layout import BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.device import finish_stream
-from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import RunningStep, StepObserver
 from megalite.pipeline.schedules import Action, Kind
 from megalite.storage import AnyPath
-from megalite.torch_internals import PrefixStore, Store, default_store
+from megalite.torch_internals import default_store
 from megalite.training import loss_terms
 from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.ledger import Decision, ranges
@@ -53,7 +52,11 @@ _COMPUTATIONS = ("F", "B", "I", "W")
 _MEDIAN_OF = 16
 """Number of a pipeline's last whole steps whose median time is the unit of the limit."""
 _LEFT_OUT = "left_out_samples"
-_VOTE = re.compile(rb"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})")
+_VOTE = re.compile(r"(\d{1,9}\.\d{6}) (\d{1,9}\.\d{6})", re.ASCII)
+_VOTE_IN = "the vote in step {} since the start"
+_DECISION = "the decision of pipeline {1} on micro-batch {2} in step {0} since the start"
+_IS_LATE = ["on time", "late"]  # texts of a decision
+_LONGEST = 1800.0  # seconds for a decision and for an answer of the store, where collectives have no limit
 
 
 @dataclass(frozen=True)
@@ -65,75 +68,50 @@ class Vote:
 
 
 class Board:
-    """Texts of a run in a store: the vote of each step, and the decisions of each pipeline's leader.
+    """Texts of a run in a mailbox: the vote of each step, and the decisions of each pipeline's leader.
 
     They come from other ranks, and none is taken that has another form.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
-        """Use a store. `name`: that of the run, which no other attempt has that may share the store."""
-        self._store = PrefixStore(f"late ranks {name}", store)
+    def __init__(self, mailbox: Mailbox) -> None:
+        """Use a mailbox, whose prefix no other run or attempt has, and whose time limit is also that of a decision."""
+        self._mailbox = mailbox
         self._stale: list[str] = []
         self._written: list[str] = []
 
     def vote(self, step: int, vote: Vote) -> None:
         """Vote, unless another has been first."""
-        with _asking(f"the vote in step {step} since the start"):
-            self._store.compare_set(f"{step}", "", f"{vote.seconds:.6f} {vote.median:.6f}")
-        self._written.append(f"{step}")
+        self._written.append(_VOTE_IN.format(step))
+        self._mailbox.first(_VOTE_IN.format(step), f"{vote.seconds:.6f} {vote.median:.6f}")
 
     def first(self, step: int) -> Vote | None:
         """Return the vote of a step; None if there is none yet."""
-        what = f"the vote in step {step} since the start"
-        with _asking(what):
-            if not self._store.check([f"{step}"]):
-                return None
-            text = self._store.get(f"{step}")
-        found = _VOTE.fullmatch(text)
-        if found is None:
-            raise _no_text_of_ours(what, text)
-        return Vote(*map(float, found.groups()))
+        text = self._mailbox.look(_VOTE_IN.format(step))
+        return None if text is None else self._mailbox.parsed(_VOTE_IN.format(step), text, _parse_vote)
 
     def decide(self, step: int, pipeline: int, micro_batch: int, *, is_late: bool) -> None:
         """Tell the other ranks of a pipeline whether it leaves out the micro-batch and what follows."""
-        key = f"{step}/{pipeline}/{micro_batch}"
-        with _asking(f"the decision on micro-batch {micro_batch}"):
-            self._store.set(key, "late" if is_late else "on time")
+        key = _DECISION.format(step, pipeline, micro_batch)
+        self._mailbox.put(key, _IS_LATE[is_late])
         self._written.append(key)
 
     def decided(self, step: int, pipeline: int, micro_batch: int) -> bool:
         """Wait for the leader's decision. Raises CommunicationError if it does not come."""
-        what = f"the decision of pipeline {pipeline} on micro-batch {micro_batch}"
-        with _asking(what):
-            text = self._store.get(f"{step}/{pipeline}/{micro_batch}")
-        if text not in (b"late", b"on time"):
-            raise _no_text_of_ours(what, text)
-        return text == b"late"
+        key = _DECISION.format(step, pipeline, micro_batch)
+        text = self._mailbox.get(key, self._mailbox.answer_seconds, f"{key} did not come")
+        return bool(self._mailbox.parsed(key, text, _IS_LATE.index))
 
     def forget(self) -> None:
         """Delete what this rank wrote before the last step, whose readers may still wait for it."""
-        with _asking("an old decision"):
-            for key in self._stale:
-                self._store.delete_key(key)
+        for key in self._stale:
+            self._mailbox.delete(key)
         self._stale, self._written = self._written, []
 
 
-@contextmanager
-def _asking(what: str) -> Iterator[None]:
-    """Raise CommunicationError if the store does not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"{_FLAG}: the store of the ranks did not give or take {what}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _no_text_of_ours(what: str, text: bytes) -> CommunicationError:
-    return CommunicationError(
-        f"{_FLAG}: {what} in the store of the ranks is {text[:50]!r}, which no rank writes: see that no other program "
-        "uses this store"
-    )
+def _parse_vote(text: str) -> Vote:
+    if (found := _VOTE.fullmatch(text)) is None:
+        raise ValueError("a vote is two numbers")
+    return Vote(*map(float, found.groups()))
 
 
 class OrderedReduction(Reduction):
@@ -239,7 +217,11 @@ class LateRanksTrainer(Trainer):
         self._seconds: deque[float] = deque(maxlen=_MEDIAN_OF)
         if mesh.is_connected:
             name = collectives.all_gather_json(secrets.token_hex(8), mesh)[0]
-            self.board = Board(_own_connection(default_store(), mesh), name)
+            timeout = mesh.world().timeout
+            seconds = _LONGEST if timeout is None else timeout.total_seconds()
+            where, prefix = f"the store of the ranks ({_FLAG})", f"late ranks {name}/"
+            mailbox = Mailbox(default_store(), mesh.world_size, seconds, where, prefix=prefix)
+            self.board = Board(mailbox.clone())  # waits for decisions
 
     def _check(self) -> None:
         """Raise ConfigurationError if data-parallel ranks meet within a micro-batch, or the loss has several terms."""
@@ -355,12 +337,3 @@ def _left_out(step: _Step, gradients: Gradients) -> list[Sequence[int]]:
     """Return the samples of each micro-batch that a step has left out."""
     border = len(gradients.micro_batches) if step.border is None else step.border
     return [each.sample_ids for each in gradients.micro_batches[border:]]
-
-
-def _own_connection(store: Store, mesh: ParallelMesh) -> Store:
-    """Return a connection to the store, on which a wait has the time limit of collectives."""
-    own: Store = cast(Any, store).clone()
-    timeout = mesh.world().timeout
-    if timeout is not None:
-        own.set_timeout(timeout)
-    return own

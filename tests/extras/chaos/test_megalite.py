@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,8 @@ FLAGS = (
     *MOCK,
     *GPT2,
     *words("--train-iters 12 --save-interval 3 --eval-interval 4 --lr-decay-style constant"),
-    *words("--eval-iters 1 --use-distributed-optimizer --watchdog-min-seconds 10"),
+    *words("--eval-iters 1 --use-distributed-optimizer --watchdog-min-seconds 30"),
+    *words("--distributed-timeout-minutes 1"),
     *words("--save {run} --resume auto"),
 )
 
@@ -72,25 +74,52 @@ def test_a_flipped_weight_is_told(undisturbed: Trial, tmp_path: Path) -> None:
     assert verdict.why[0].startswith("other bits: ")
 
 
+WARM = words("--warm-restart --memory-checkpoint-interval 1")
+
+
+@pytest.mark.wide
+def test_a_rank_that_is_suspended_while_it_starts_again_is_replaced(undisturbed: Trial, tmp_path: Path) -> None:
+    faults = (Fault("kill", 1, "reduce", 5), Fault("stop", 1, "copy.load", 1, after=0))
+    trial = Running([*command(2), *WARM], tmp_path / "trial", faults, SITES, Limits(120.0), cut=False).run_to_its_end()
+    verdict = judged(trial, undisturbed)
+    assert verdict.holds, verdict.why
+    assert len(trial.occurred) == 2
+    assert trial.codes == [0]
+
+
 def under_torchrun(ranks: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*torchrun, "pretrain_gpt.py", *FLAGS]
 
 
+def disturb(output: Path, flags: Sequence[object], command: Sequence[str]) -> dict[str, Any]:
+    """Disturb a command, show the verdicts, and return them once all hold."""
+    done = run_tool("chaos", *flags, "--output", output, "--", *command)
+    sys.stdout.write(done.stdout)
+    assert done.code == 0, done.stdout
+    found: dict[str, Any] = json.loads((output / "verdict.json").read_text())
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 def test_every_site_and_rank(kind: str, tmp_path: Path) -> None:
-    done = run_tool("chaos", "--every-site", "--kinds", kind, "--output", tmp_path / "out", "--", *under_torchrun(4))
-    sys.stdout.write(done.stdout)
-    assert done.code == 0, done.stdout
+    disturb(tmp_path / "out", ("--every-site", "--kinds", kind), under_torchrun(4))
 
 
 @pytest.mark.slow
-def test_two_hundred_random_trials(tmp_path: Path) -> None:
+def test_every_site_and_rank_with_copies_in_memory(tmp_path: Path) -> None:
+    found = disturb(tmp_path / "out", ("--every-site", "--kinds", "kill"), [*command(4), *WARM])
+    disturbed = {fault["site"] for (fault,) in json.loads((tmp_path / "out" / "schedule.json").read_text())}
+    assert disturbed >= {"copy.load", "copy.take", "copy.commit", "copy.done"}
+    # The copy of a step is complete within the next step or, where that one is faster, the one after it.
+    assert all(verdict["repeated"] <= 3 for verdict in found["verdicts"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm", [False, True], ids=["torchrun", "warm"])
+def test_two_hundred_random_trials(warm: bool, tmp_path: Path) -> None:
     kinds = ("kill", "stop", "bit-in-file", "slow-rank", "slow-disk", "lying-fsync")
-    flags = ("--trials", 200, "--faults", 2, "--kinds", *kinds, "--output", tmp_path / "out")
-    done = run_tool("chaos", *flags, "--", *under_torchrun(2))
-    sys.stdout.write(done.stdout)
-    found = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    ran = [*command(4), *WARM] if warm else under_torchrun(2)
+    found = disturb(tmp_path / "out", ("--trials", 200, "--faults", 2, "--kinds", *kinds), ran)
     assert found["trials"] == 200
-    assert done.code == 0, done.stdout

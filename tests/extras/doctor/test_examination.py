@@ -262,9 +262,9 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
         port = free.getsockname()[1]
     before = f"""
 from megalite.extras.doctor import roll_call
-from megalite.lifecycle import failure
+from megalite.lifecycle import failure, rendezvous
 failure._LAUNCHER_SECONDS = 1.0
-roll_call.STORE_HANGS = 0.5
+rendezvous.STORE_HANGS = 0.5
 gather = roll_call.RollCall.gather
 
 def disturbed(*arguments):

@@ -396,7 +396,7 @@ def test_the_verdict_says_what_to_do() -> None:
 @pytest.mark.parametrize("written", [b"", b"\xff", b"[" * 100_000, b"9" * 6000])
 def test_what_a_stranger_has_put_into_the_store_is_told(written: bytes) -> None:
     call = RollCall(Place(0, 0, 1), 1.0, lambda: False)
-    call._store.set("roll", written)
-    told = "something that is not a rank has written to the store at .*: roll is not JSON"
+    call._mailbox.store.set("roll", written)
+    told = "something that is not a rank has written to the store at .*: roll is '"
     with pytest.raises(CommunicationError, match=told):
         call.receive("roll")

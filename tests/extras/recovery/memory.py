@@ -75,13 +75,23 @@ class Life:
 
 
 def born(
-    memory: Memory, hosts: Sequence[str], folder: Path, flags: str, base: str = FLAGS, on_disk: Sequence[Path] = ()
+    memory: Memory,
+    hosts: Sequence[str],
+    folder: Path,
+    flags: str,
+    base: str = FLAGS,
+    on_disk: Sequence[Path] = (),
+    restarts: str = "1",
 ) -> Life:
-    """Begin a life of this rank: from the copies in memory if there are any, otherwise from the first step."""
+    """Begin a life of this rank: from the copies in memory if there are any, otherwise from the first step.
+
+    `restarts`: those that torchrun has been allowed.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = hosts[rank]
     files = memory.opened(rank)
     os.environ[MEMORY_FILES] = ",".join(map(str, files))
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:
         flags = f"{base} --save {folder} --resume auto --warm-restart {flags}"
         config = resolve(parse_arguments(flags.split()).config, size)
@@ -104,7 +114,7 @@ def born(
         copies.begin(trainer)
         return Life(trainer, copies, None if found is None else found[1])
     finally:
-        del os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES]
+        del os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES], os.environ["TORCHELASTIC_MAX_RESTARTS"]
 
 
 def train(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: int, after: int) -> tuple[Any, ...]:

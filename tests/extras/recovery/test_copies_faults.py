@@ -6,6 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from megalite.errors import ConfigurationError, CorruptCheckpointError
 from megalite.extras.recovery import copies as copies_module
 from megalite.extras.recovery import partner as partner_module
 from megalite.extras.recovery import slot as slot_module
-from megalite.extras.recovery.choice import Choice, choose
+from megalite.extras.recovery.choice import Choice, Taken, choose
+from megalite.extras.recovery.copies import Copies
 from megalite.extras.recovery.interval import SHARE, Price, interval_for
-from megalite.extras.recovery.partner import Links, partners_of
+from megalite.extras.recovery.partner import Links, partners_of, rounds_of
 from megalite.extras.recovery.slot import FOLDER, Header, Slot, seal
 from megalite.parallel.sharding import Box
 from megalite.process import host
@@ -33,13 +35,33 @@ EVERY = "--memory-checkpoint-interval 1"
 
 
 def test_the_chosen_step_is_the_newest_that_each_rank_can_have() -> None:
-    assert choose([[3, 4], [4, 3]], [[3, 4], [4, 3]], [1, 0]) == Choice(4, {})
-    assert choose([[3, 4], [3]], [[], []], [1, 0]) == Choice(3, {})
-    assert choose([[3, 4], []], [[4], []], [1, 0]) == Choice(4, {1: 0})
-    assert choose([[4], [3]], [[], []], [1, 0]) is None
-    assert choose([[4], []], [[4], []], None) is None
-    assert choose([[], [5], [5]], [[5], [], []], [1, 2, 0]) is None  # rank 0 keeps that of rank 2
-    assert choose([[], [5], [5]], [[], [5], []], [1, 2, 0]) == Choice(5, {0: 1})
+    three, four, five = Taken(3, 9), Taken(4, 9), Taken(5, 9)
+    assert choose([[three, four], [four, three]], [[three, four], [four, three]], [1, 0]) == Choice(four, {})
+    assert choose([[three, four], [three]], [[], []], [1, 0]) == Choice(three, {})
+    assert choose([[three, four], []], [[four], []], [1, 0]) == Choice(four, {1: 0})
+    assert choose([[four], [three]], [[], []], [1, 0]) is None
+    assert choose([[four], []], [[four], []], None) is None
+    assert choose([[], [five], [five]], [[five], [], []], [1, 2, 0]) is None  # rank 0 keeps that of rank 2
+    assert choose([[], [five], [five]], [[], [five], []], [1, 2, 0]) == Choice(five, {0: 1})
+
+
+def test_copies_of_different_starts_are_not_chosen_together() -> None:
+    old, new = Taken(4, 70), Taken(4, 7)
+    assert choose([[old], [new]], [[], []], [1, 0]) is None
+    assert choose([[old, Taken(3, 7)], [new, Taken(3, 7)]], [[], []], [1, 0]) == Choice(Taken(3, 7), {})
+    assert choose([[old], [new]], [[old], [new]], [1, 0]) == Choice(old, {1: 0})
+
+
+def test_a_node_of_another_attempt_does_not_mix_in(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
+    """Two attempts took copies of the same step, and only one node of each is there."""
+    attempts, nodes = [memory(2), memory(2)], ["a", "b"]
+    for files in attempts:
+        rank_pools(2).run(train, files, nodes, tmp_path, EVERY, 2, 0)
+        assert all(Slot(number).header() is not None for numbers in files.files for number in numbers)
+        for number in (number for numbers in files.files for number in numbers[2:]):
+            os.ftruncate(number, 0)
+    mixed = Memory((attempts[0].files[0], attempts[1].files[1]), os.getpid())
+    assert rank_pools(2).run(train, mixed, nodes, tmp_path, EVERY, 0, 0)[0][0] is None
 
 
 def test_partners_are_at_the_same_position_of_another_node() -> None:
@@ -51,6 +73,17 @@ def test_partners_are_at_the_same_position_of_another_node() -> None:
     assert partners_of("aaab", 1) is None
     with pytest.raises(ConfigurationError, match=r"--memory-checkpoint-partner 2: with 2 nodes, .*b has ranks 2, 3"):
         partners_of("aabb", 2)
+
+
+@pytest.mark.parametrize("nodes", range(2, 10))
+def test_connections_with_partners_take_three_rounds(nodes: int) -> None:
+    for distance in range(1, nodes):
+        partners = partners_of([f"n{node}" for node in range(nodes) for _ in range(2)], distance)
+        assert partners is not None
+        rounds = rounds_of(partners)
+        assert {*rounds} <= {0, 1, 2}
+        for own, partner in zip(rounds, partners, strict=True):
+            assert own != rounds[partner]
 
 
 def test_the_interval_keeps_the_price_below_the_share() -> None:
@@ -72,7 +105,7 @@ def sealed(slot: Slot, step: int) -> Header:
     slot.allocate(20000)
     slot.discard()
     slot.memory[slot_module.HEADER : slot_module.HEADER + 200].fill_(step)
-    return seal(slot, b"r" * 32, PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
+    return seal(slot, b"r" * 32, 5, PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
 
 
 def test_every_flipped_byte_of_a_slot_is_noticed() -> None:
@@ -204,11 +237,11 @@ def overtakes(memory: Memory, nodes: Sequence[str], folder: Path) -> list[list[i
             life.trainer.step()
             life.copies.after_step(busy=on_any_rank([life.copies.busy], life.trainer.mesh)[0])
             time.sleep(0.2)
-            found.append(sorted(copies_module._steps(life.copies._own, life.copies._identity)))
+            found.append(sorted(step for step, _ in copies_module._copies(life.copies._own, life.copies._identity)))
         held.set()
         life.wait()
         life.step()
-    found.append(sorted(copies_module._steps(life.copies._own, life.copies._identity)))
+    found.append(sorted(step for step, _ in copies_module._copies(life.copies._own, life.copies._identity)))
     return found
 
 
@@ -293,13 +326,19 @@ def refused(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
         patch.setattr(host, "memory_limit", lambda: 1 << 16)
         with pytest.raises(ConfigurationError) as error:
             born(memory, nodes, folder, EVERY)
+        life = born(memory, nodes, folder, "")
+    assert life.steps(4)
+    assert "there are none, and a failure costs" in life.copies.notes[-1]
     return str(error.value)
 
 
 def test_copies_that_a_host_has_no_room_for_are_refused(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
-    for text in rank_pools(2).run(refused, memory(2), ["a", "b"], tmp_path):
+    """Copies are not taken either where nobody has asked for an interval."""
+    files = memory(2)
+    for text in rank_pools(2).run(refused, files, ["a", "b"], tmp_path):
         assert text.startswith("host a: copies in memory need 0.00 GiB")
         assert "give --memory-checkpoint-interval 0" in text
+    assert all(os.fstat(number).st_size < slot_module.HEADER for numbers in files.files for number in numbers)
 
 
 def test_ranks_of_one_node_have_no_partners(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
@@ -314,6 +353,20 @@ def test_ranks_of_one_node_have_no_partners(memory: Any, rank_pools: RankPools, 
     assert rank_pools(2).run(train, files, ["a", "a"], tmp_path, EVERY, 0, 0)[0][0] is None
 
 
+def notes_of(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
+    return born(memory, nodes, folder, EVERY, restarts="0").copies.notes[0]
+
+
+def test_ranks_whose_launcher_replaces_no_nodes_have_no_partners(
+    memory: Any, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    files = memory(2)
+    for note in rank_pools(2).run(notes_of, files, ["a", "b"], tmp_path):
+        assert "without partners, as this launcher replaces no lost node" in note
+    for numbers in files.files:
+        assert [os.fstat(number).st_size > slot_module.HEADER for number in numbers] == [True, True, False, False]
+
+
 def test_two_positions_of_two_nodes(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
     files, nodes, flags = memory(4), hosts(4), f"{EVERY} --tp 2 --sequence-parallel"
     through = rank_pools(4).run(train, files, nodes, tmp_path, flags, 2, 0)
@@ -324,6 +377,18 @@ def test_two_positions_of_two_nodes(memory: Any, rank_pools: RankPools, tmp_path
         "(rank 0's from its partner, rank 2; rank 1's from its partner, rank 3)"
     )
     assert_same([(0, 0, [], each[3]) for each in through], [(0, 0, [], each[3]) for each in resumed])
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_run_has_finished_without_its_last_copy(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy takes too long, or fails."""
+    monkeypatch.setattr(copies_module, "_LAST_SECONDS", 0.01)
+    copies = object.__new__(Copies)
+    copies._work = Future()
+    if not late:
+        copies._work.set_exception(OSError("no memory"))
+    with copies:
+        pass
 
 
 def test_the_interval_is_measured_and_agreed(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.process.launchers import MEMORY_FILES
+from megalite.extras.recovery.generation import STATE
+from megalite.process.launchers import GENERATION, MEMORY_FILES
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN
 
 STEPS = 150
 
 
-def started(folder: Path, files: tuple[int, ...]) -> subprocess.Popen[str]:
+def started(folder: Path, files: tuple[int, ...], *more: str, **variables: str) -> subprocess.Popen[str]:
     flags = [
         *MOCK,
         *GPT2,
@@ -31,8 +32,9 @@ def started(folder: Path, files: tuple[int, ...]) -> subprocess.Popen[str]:
         1,
         "--eval-interval",
         100,
+        *more,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     environment.pop(MEMORY_FILES, None)
     if files:
         environment[MEMORY_FILES] = ",".join(map(str, files))
@@ -81,15 +83,25 @@ def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
         os.close(number)
 
 
-@pytest.mark.parametrize("folder", ["/dev/shm"])
-def test_memory_files_do_not_count_against_the_size_of_shared_memory(folder: str) -> None:
-    """The slots are larger than /dev/shm, which containers often limit to 64 MiB."""
-    script = (
-        f"mount -t tmpfs -o size=1m tmpfs {folder} && "
-        f'{sys.executable} -c \'import os; n = os.memfd_create("s"); os.posix_fallocate(n, 0, 1 << 24); '
-        "print(os.fstat(n).st_size)'"
-    )
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, check=False)
-    if done.returncode and "not permitted" in done.stderr:
-        pytest.skip("needs root")
-    assert done.stdout == "16777216\n", done.stderr
+@pytest.mark.parametrize("others", [True, pytest.param(False, marks=pytest.mark.wide)])
+def test_copies_older_than_a_damaged_checkpoint_are_used(others: bool, tmp_path: Path) -> None:
+    """The newest checkpoint on disk is damaged; another one there is older than the copies, or there is none."""
+    files, run = tuple(os.memfd_create(f"slot {number}") for number in range(4)), tmp_path / "run"
+    state = json.dumps({"began": 0.0, "stop": None, "descriptor": -1, "process": 0})
+    warm = ["--warm-restart", "--memory-checkpoint-interval", "1", "--exit-interval", "6"]
+    warm += ["--save-interval", "3" if others else "6"]
+    environment = {GENERATION: "1", STATE: state}
+    text, _ = started(run, files, *warm, **environment).communicate(timeout=240)
+    assert (run / "iter_0000003").exists() == others, text
+    before = losses(run)
+    (damaged,) = (run / "iter_0000006").glob("*.safetensors")
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    text, _ = started(run, files, *warm, **environment).communicate(timeout=240)
+    assert "continues from the copies in memory of step 5" in text
+    assert "WARNING: " in text
+    assert str(damaged) in text
+    assert losses(run) == before
+    for number in files:
+        os.close(number)

@@ -21,10 +21,10 @@ from tests.harness.job import free_port
 class Torchrun:
     """torchrun of one node, with two ranks, whose output goes into a file."""
 
-    def __init__(self, output: Path, options: Sequence[str], save: Path) -> None:
+    def __init__(self, output: Path, options: Sequence[str], save: Path, more: Sequence[str] = ()) -> None:
         self._output = output
         flags = [*MOCK, *GPT2, "--micro-batch-size", "1", "--train-iters", "100000", "--save", str(save)]
-        flags += ["--save-interval", "1", "--save-retain-interval", "1000", "--resume", "auto", "--warm-restart"]
+        flags += ["--save-interval", "1", "--save-retain-interval", "1000", "--resume", "auto", "--warm-restart", *more]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options, str(PRETRAIN)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface() or ""}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -40,10 +40,10 @@ class Torchrun:
 
 
 @contextmanager
-def torchruns(folder: Path, options: Sequence[Sequence[str]]) -> Iterator[list[Torchrun]]:
+def torchruns(folder: Path, options: Sequence[Sequence[str]], more: Sequence[str] = ()) -> Iterator[list[Torchrun]]:
     """Yield a torchrun a node, all of one run, and kill what is left of them."""
     with ExitStack() as stack:
-        nodes = [Torchrun(folder / f"node{n}", given, folder / "run") for n, given in enumerate(options)]
+        nodes = [Torchrun(folder / f"node{n}", given, folder / "run", more) for n, given in enumerate(options)]
         for node in nodes:
             stack.callback(node.process.wait)
             stack.callback(node.process.kill)
@@ -104,3 +104,23 @@ def test_agents_outlive_an_attempt_of_torchrun(tmp_path: Path) -> None:
         node.process.send_signal(signal.SIGTERM)
         node.process.wait(60)
         no_orphans(after)
+
+
+@pytest.mark.wide
+def test_a_spare_node_of_torchrun_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
+    """All are on this host, so that there are no partners: the new ranks load the checkpoint on disk."""
+    meeting = ["--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    options = [[*meeting, "--node-rank", str(node)] for node in range(3)]
+    with torchruns(tmp_path, options, ["--spare-nodes", "1"]) as nodes:
+        nodes[0].wait_for(f"saved {tmp_path / 'run'}/iter_0000002")
+        trees, launched = of_launchers(nodes), children_of(nodes[1].process.pid)
+        for process in (nodes[1].process.pid, *trees[1], *launched):
+            kill(process)
+        nodes[0].wait_for("takes the place of ")
+        (tmp_path / "run" / "STOP").touch()
+        nodes[0].wait_for("stopped after step")
+        for node, tree in zip(nodes, trees, strict=True):
+            node.process.wait(60)
+            no_orphans(tree)
+    steps = iterations(tmp_path / "run")
+    assert steps == list(range(1, steps[-1] + 1))

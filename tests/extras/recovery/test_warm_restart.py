@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.campaign import RANKS, Campaign
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Start
+from tests.end_to_end.campaign import RANKS, STEPS, Campaign
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Start, iterations
 from tests.extras.recovery import processes
 from tests.extras.recovery.processes import agents, agents_at, kill, no_orphans, until
 from tests.harness.fault import Fault
@@ -30,14 +31,22 @@ def restarts(job: Job) -> list[str]:
     return re.findall(r"^generation \d+: .*", job.stdout(0), re.M)
 
 
-def disturb(campaign: Campaign, *faults: Fault, code: int = 85, hangs: bool = False) -> list[str]:
-    """Start the run with faults; return what is said of restarts."""
+def disturb(
+    campaign: Campaign,
+    *faults: Fault,
+    code: int = 85,
+    hangs: bool = False,
+    save_interval: int = 1,
+    more: tuple[str, ...] = (),
+) -> list[str]:
+    """Start the run with faults; return what is said of restarts. `more`: flags beside --warm-restart."""
     with campaign.start(
         ";".join(map(str, faults)),
         steps=6,
         least_seconds=2.0 if hangs else 60.0,
         longest_seconds=8.0 if hangs else 120.0,
-        more=WARM,
+        save_interval=save_interval,
+        more=(*WARM, *more),
     ) as job:
         until(lambda: agents(job), "no agent")
         tree = agents(job)
@@ -74,6 +83,15 @@ def test_a_run_goes_on_after_the_death_of_a_rank(fault: Fault, tmp_path: Path) -
     campaign.assert_unbroken()
 
 
+def test_a_run_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
+    """Nothing is on disk when the rank dies."""
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    every = ("--memory-checkpoint-interval", "1")
+    (said,) = disturb(campaign, Fault("backward", 2, 4, "kill"), save_interval=STEPS, more=every)
+    assert re.search(r"; went on after step [123], ", said), said
+    campaign.assert_unbroken()
+
+
 def test_a_run_goes_on_after_a_hang(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "pp")
     (said,) = disturb(campaign, Fault("backward", 1, 2, "stop"), hangs=True)
@@ -100,7 +118,7 @@ def test_three_generations_without_progress_end_the_run(tmp_path: Path) -> None:
         assert job.wait(120.0) == [93] * RANKS, everything(job)
         told = job.stderr(0)
     assert told.count("error: ") == 1
-    assert "3 generations in a row began after step 0 and failed: generation 1: rank 1 on " in told, told
+    assert "3 generations began after step 0 and failed: generation 1: rank 1 on " in told, told
     assert told.count("was killed by SIGKILL") == 3, told
 
 
@@ -193,6 +211,18 @@ def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "STOP").touch()
     assert job.wait(30.0) == [85, 85], job.stderr(0)
+
+
+def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path) -> None:
+    """The shell ends in the middle of the run, so that it is the process's parent when the run begins."""
+    flags = [*MOCK, *GPT2, "--train-iters", "60", "--save", str(tmp_path / "run"), "--resume", "auto"]
+    command = shlex.join([sys.executable, str(PRETRAIN), *flags, "--warm-restart"])
+    begun = shlex.quote(str(tmp_path / "run" / "metrics.jsonl"))
+    shell = f"nohup {command} <&- >&- 2>&- & while [ ! -s {begun} ]; do sleep 0.05; done"
+    subprocess.run(["sh", "-c", shell], check=True, timeout=60)
+    assert not (tmp_path / "run" / "DONE").exists()
+    until((tmp_path / "run" / "DONE").exists, "the run has not finished")
+    assert iterations(tmp_path / "run") == list(range(1, 61))
 
 
 def test_one_process_alone_goes_on(start: Start, tmp_path: Path) -> None:

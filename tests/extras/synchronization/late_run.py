@@ -16,6 +16,7 @@ import megalite
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
+from megalite.extras.synchronization import late_ranks
 from megalite.extras.synchronization.late_ranks import LateRanksTrainer, Vote
 from megalite.optim.loss_scale import LossScale
 from megalite.parallel.mesh import ParallelMesh
@@ -88,8 +89,11 @@ def run_steps(flags: str, plan: Plan, steps: int, loss_scale: float = 1.0) -> St
 
 def is_there(trainer: LateRanksTrainer, number: int) -> bool:
     """Tell whether the store still has the vote or a decision of a step."""
-    keys = [f"{number}", *(f"{number}/{trainer.pipeline}/{m}" for m in range(12))]
-    return any(trainer.board._store.check([key]) for key in keys)
+    keys = [
+        late_ranks._VOTE_IN.format(number),
+        *(late_ranks._DECISION.format(number, trainer.pipeline, m) for m in range(12)),
+    ]
+    return any(trainer.board._mailbox.look(key) is not None for key in keys)
 
 
 def spoiled_steps(

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -19,6 +18,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import CommunicationError
 from megalite.extras.synchronization.late_ranks import Board, LateRanksTrainer, Vote, _Step
+from megalite.mailbox import Mailbox
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.schedules import Action
 from megalite.torch_internals import HashStore
@@ -320,7 +320,7 @@ def test_a_loss_of_several_terms_is_refused(rank_pools: RankPools) -> None:
 
 
 def board() -> Board:
-    return Board(HashStore(), "a run")
+    return Board(Mailbox(HashStore(), 1, 0.1, "the store", prefix="a run/"))
 
 
 def test_the_first_vote_counts() -> None:
@@ -338,9 +338,10 @@ def test_the_first_vote_counts() -> None:
 )
 def test_a_vote_of_another_form_is_refused(text: str) -> None:
     votes = board()
-    votes._store.set("2", text)
+    votes._mailbox.put("the vote in step 2 since the start", text)
     with pytest.raises(
-        CommunicationError, match=r"^--drop-stragglers-after: the vote in step 2 since the start in the store .* is b'"
+        CommunicationError,
+        match=r"to the store: the vote in step 2 since the start is '.* \(a vote is two numbers\)$",
     ) as e:
         votes.first(2)
     assert len(str(e.value)) < 300
@@ -352,15 +353,19 @@ def test_a_decision_of_another_form_is_refused(text: str) -> None:
     decisions.decide(2, 1, 3, is_late=True)
     decisions.decide(2, 1, 4, is_late=False)
     assert [decisions.decided(2, 1, micro_batch) for micro_batch in (3, 4)] == [True, False]
-    decisions._store.set("2/1/5", text)
-    with pytest.raises(CommunicationError, match="the decision of pipeline 1 on micro-batch 5 in the store"):
+    decisions._mailbox.put("the decision of pipeline 1 on micro-batch 5 in step 2 since the start", text)
+    with pytest.raises(
+        CommunicationError, match=r"the store: the decision of pipeline 1 on micro-batch 5 in step 2 .* is"
+    ):
         decisions.decided(2, 1, 5)
 
 
 def test_a_decision_that_does_not_come_is_an_error() -> None:
     decisions = board()
-    decisions._store.set_timeout(timedelta(milliseconds=10))
-    with pytest.raises(CommunicationError, match="did not give or take the decision of pipeline 1 on micro-batch 3: "):
+    with pytest.raises(
+        CommunicationError,
+        match=r"^the decision of pipeline 1 on micro-batch 3 in step 2 .* did not come, for 0 s, at the store$",
+    ):
         decisions.decided(2, 1, 3)
 
 
