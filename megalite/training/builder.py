@@ -87,6 +87,10 @@ def make_shares(config: TaskConfig, mesh: ParallelMesh) -> Shares:
         from megalite.training.unequal_shares import make_unequal_shares
 
         return make_unequal_shares(config, mesh)
+    if config.recovery.elastic:
+        from megalite.training.unequal_shares import make_even_shares
+
+        return make_even_shares(config, mesh)
     return Shares(mesh.coordinate("dp"), ranks, config.synchronization.replicas(ranks))
 
 

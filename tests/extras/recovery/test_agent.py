@@ -91,6 +91,7 @@ class Node:
             "save": "run",
             "copies": False,
             "spare_nodes": 0,
+            "replica_ranks": 0,
             "meeting_seconds": 30.0,
             "environment": environment,
         }
