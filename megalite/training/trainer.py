@@ -388,11 +388,12 @@ class Trainer:
             self.optimizer,
             self.mesh,
             described=described,
-            plan=None if resume_point.alone else self.plan,
+            plan=None if resume_point.alone or resume_point.holders else self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
             alone=resume_point.alone,
+            holders=resume_point.holders,
         )
         self.task.loaded()
         notes = load_notes(
