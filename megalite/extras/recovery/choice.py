@@ -15,6 +15,8 @@ class Taken(NamedTuple):
     """Random number of the start of the ranks that took it."""
     world_size: int
     """Number of the ranks that took it, which may not be that of today."""
+    layout: str
+    """Digest of their layout, as text."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,14 @@ class Choice:
     holders: Mapping[int, int]
     """By rank of those that took it, the rank of today that has its copy: itself, if it can."""
 
-    def fetched(self, partners: Sequence[int] | None, world_size: int) -> dict[int, int] | None:
-        """Return by rank that must get its copy from its partner, that partner. None: copies are elsewhere.
+    def fetched(self, partners: Sequence[int] | None, layout: str) -> dict[int, int] | None:
+        """Return by rank that must get its copy from its partner, that partner; None if ranks need those of others.
 
-        `partners`: of each rank of today; None if there are none.
+        `partners`: of each rank of today; None if there are none. `layout`: that of today.
         """
         there = partners or ()
         lacking = {rank: holder for rank, holder in self.holders.items() if holder != rank}
-        if self.taken.world_size != world_size or (lacking and not there):
+        if self.taken.layout != layout or (lacking and not there):
             return None
         return lacking if all(holder == there[rank] for rank, holder in lacking.items()) else None
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megalite.checkpoint.directory import iteration_of
 from megalite.checkpoint.manifest import BLOCK, Manifest
 from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import CheckpointError, CommunicationError, ConfigurationError, CorruptCheckpointError
@@ -84,8 +86,9 @@ class Copies:
         self._partners = partners_of(hosts, distance) if self._replaced else None
         self._links = None if self._partners is None else Links(self._partners, mesh)
         self._host = hosts[mesh.rank]
-        run = hashlib.sha256(dump(config).encode()).digest()
-        self._whose = Whose(run, mesh.whole.world_size, mesh.rank, told[0][2])
+        run = _digest(dump(replace(config, parallel=ParallelConfig())))
+        layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
+        self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
         self.interval = config.recovery.memory_checkpoint_interval
         self._work: Future[float] | None = None
@@ -117,7 +120,7 @@ class Copies:
         newest, failed = max(map(iteration_of, on_disk), default=0), False
         while (chosen := self._choose()) is not None and chosen.taken.step > newest:
             named = f"the copies in memory of step {chosen.taken.step}"
-            fetched = chosen.fetched(self._partners, self._whose.world_size)
+            fetched = chosen.fetched(self._partners, self._whose.layout.hex())
             if not self._fetch(chosen.taken, fetched or {}):
                 continue
             holders = chosen.holders if fetched is None else {self._mesh.rank: self._mesh.rank}
@@ -143,7 +146,7 @@ class Copies:
             self._continued = chosen.taken
             whose = [f"rank {rank}'s from its partner, rank {partner}" for rank, partner in (fetched or {}).items()]
             if fetched is None:
-                whose = [f"of {chosen.taken.world_size} ranks, sent to those that need them"]
+                whose = [f"of {chosen.taken.world_size} ranks, sent to those that need them now"]
             return build(), f"continues from {named}" + (f" ({'; '.join(whose)})" if whose else "")
         if failed:  # a part may have been loaded
             build.cache_clear()
@@ -161,7 +164,8 @@ class Copies:
             header = slot.header()
             if header is not None and header.whose.run == self._whose.run:
                 whose = header.whose
-                found.append((Taken(header.step, whose.mark, whose.world_size), whose.rank, slot))
+                taken = Taken(header.step, whose.mark, whose.world_size, whose.layout.hex())
+                found.append((taken, whose.rank, slot))
         return found
 
     def _slots_with(self, taken: Taken) -> dict[int, Slot]:
@@ -376,6 +380,10 @@ class Copies:
                 return
         if self._links is not None:
             self._links.close()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
 def _free(slots: Sequence[Slot]) -> Slot:

@@ -28,7 +28,7 @@ FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
 HEADER = 4096
 """Size in bytes of the header, with the room behind it up to the next page."""
-_FIELDS = struct.Struct("<8s32sQQQQQQI")
+_FIELDS = struct.Struct("<8s16s16sQQQQQQI")
 _MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
 
 
@@ -36,7 +36,9 @@ class Whose(NamedTuple):
     """Owner of a copy: a rank, in one start of a run's ranks."""
 
     run: bytes
-    """Digest of the run's flags, 32 bytes."""
+    """Digest of the run's flags without those of the layout, 16 bytes."""
+    layout: bytes
+    """Digest of the layout, with the number of ranks, 16 bytes."""
     world_size: int
     rank: int
     mark: int
@@ -67,7 +69,7 @@ class Header:
         if len(checksum) != 4 or zlib.crc32(fields) != int.from_bytes(checksum, "little"):
             return None
         magic, *values = _FIELDS.unpack(fields)
-        return Header(Whose(*values[:4]), *values[4:]) if magic == _MAGIC else None
+        return Header(Whose(*values[:5]), *values[5:]) if magic == _MAGIC else None
 
 
 HEADER_BYTES = _FIELDS.size + 4

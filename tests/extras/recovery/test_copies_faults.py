@@ -35,7 +35,7 @@ EVERY = "--memory-checkpoint-interval 1"
 
 
 def test_the_chosen_step_is_the_newest_that_each_rank_can_have() -> None:
-    three, four = Taken(3, 9, 2), Taken(4, 9, 2)
+    three, four = Taken(3, 9, 2, "2"), Taken(4, 9, 2, "2")
     here = {0: 0, 1: 1}
     assert choose([[(three, 0), (four, 0)], [(four, 1), (three, 1)]]) == Choice(four, here)
     assert choose([[(three, 0), (four, 0)], [(three, 1)]]) == Choice(three, here)
@@ -46,23 +46,23 @@ def test_the_chosen_step_is_the_newest_that_each_rank_can_have() -> None:
 
 
 def test_copies_of_another_number_of_ranks_are_chosen_whole() -> None:
-    of_two, of_three = Taken(5, 9, 2), Taken(6, 8, 3)
+    of_two, of_three = Taken(5, 9, 2, "2"), Taken(6, 8, 3, "3")
     assert choose([[(of_three, 0), (of_two, 0)], [(of_three, 1), (of_two, 1)]]) == Choice(of_two, {0: 0, 1: 1})
     assert choose([[(of_three, 0), (of_three, 2)], [(of_three, 1)]]) == Choice(of_three, {0: 0, 2: 0, 1: 1})
 
 
 def test_only_copies_that_partners_keep_are_fetched() -> None:
-    five = Taken(5, 9, 3)
-    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, 3) == {}
-    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched((1, 2, 0), 3) == {0: 1}
-    assert Choice(five, {0: 2, 1: 1, 2: 2}).fetched((1, 2, 0), 3) is None
-    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched(None, 3) is None
-    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, 4) is None
+    five = Taken(5, 9, 3, "3")
+    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, "3") == {}
+    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched((1, 2, 0), "3") == {0: 1}
+    assert Choice(five, {0: 2, 1: 1, 2: 2}).fetched((1, 2, 0), "3") is None
+    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched(None, "3") is None
+    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, "4") is None
 
 
 def test_copies_of_different_starts_are_not_chosen_together() -> None:
-    old, new = Taken(4, 70, 2), Taken(4, 7, 2)
-    older = Taken(3, 7, 2)
+    old, new = Taken(4, 70, 2, "2"), Taken(4, 7, 2, "2")
+    older = Taken(3, 7, 2, "2")
     assert choose([[(old, 0)], [(new, 1)]]) is None
     assert choose([[(old, 0), (older, 0)], [(new, 1), (older, 1)]]) == Choice(older, {0: 0, 1: 1})
 
@@ -120,7 +120,7 @@ def sealed(slot: Slot, step: int) -> Header:
     slot.allocate(20000)
     slot.discard()
     slot.memory[slot_module.HEADER : slot_module.HEADER + 200].fill_(step)
-    return seal(slot, Whose(b"r" * 32, 2, 1, 5), PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
+    return seal(slot, Whose(b"r" * 16, b"l" * 16, 2, 1, 5), PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
 
 
 def test_every_flipped_byte_of_a_slot_is_noticed() -> None:
