@@ -96,6 +96,8 @@ class Trainer:
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.engine.offloading = task.offloading
+        if (rounding := builder.fixed_point(config)) is not None:
+            self.engine.rounded = rounding.term
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         self.shares = builder.make_shares(config, mesh)
         self.shares.require(task.has_empty_slots)

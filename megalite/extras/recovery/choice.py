@@ -25,7 +25,7 @@ class Choice:
 
     taken: Taken
     holders: Mapping[int, int]
-    """By rank of those that took it, the rank of today that has its copy: itself, if it can."""
+    """Rank of today that has the copy of each rank that took it: the same one, if it can."""
 
     def fetched(self, partners: Sequence[int] | None, layout: str) -> dict[int, int] | None:
         """Return by rank that must get its copy from its partner, that partner; None if ranks need those of others.

@@ -32,8 +32,9 @@ RUNS = {
     "stages and heads to shards": (4, "--pp 2 --tp 2", 3, f"{ZERO}_params", "--num-layers 4 --global-batch-size 6"),
     "shards to context": (2, ZERO, 4, "--cp 2 --use-distributed-optimizer", ""),
     "experts to stages": (4, "--ep 4", 2, "--pp 2", "--num-experts 4 --num-layers 4"),
+    "bits": (4, "--pp 2", 3, ZERO, "--num-layers 4 --global-batch-size 6 --bf16 --no-fp64 --bitwise-elastic"),
 }  # fmt: skip
-CORE = ("replicas", "heads to replicas", "stages and heads to shards", "experts to stages")
+CORE = ("replicas", "heads to replicas", "stages and heads to shards", "experts to stages", "bits")
 
 
 def with_ranks(memory: Memory, ranks: int) -> tuple[Memory, Memory]:
@@ -63,6 +64,8 @@ def test_a_run_continues_from_copies_of_other_ranks(
     )
     for loss, wanted in zip(ended[0][2], through[0][2], strict=True):
         assert_number_close(loss, wanted, "loss")
+    if "--bitwise-elastic" in flags:
+        assert ended[0][2] == through[0][2]
 
 
 def test_another_copy_is_used_for_a_damaged_one(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
