@@ -72,6 +72,7 @@ def refuses(run: SavedRun, path: Path) -> bool:
     return bool(refusal)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "directory", ["synchronous", pytest.param("torch_dist", marks=pytest.mark.wide)], indirect=True
 )

@@ -67,6 +67,7 @@ def test_copies_of_different_starts_are_not_chosen_together() -> None:
     assert choose([[(old, 0), (older, 0)], [(new, 1), (older, 1)]]) == Choice(older, {0: 0, 1: 1})
 
 
+@pytest.mark.wide
 def test_a_node_of_another_attempt_does_not_mix_in(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
     """Two attempts took copies of the same step, and only one node of each is there."""
     attempts, nodes = [memory(2), memory(2)], ["a", "b"]
@@ -209,6 +210,7 @@ def dies(
     return (life.how,)
 
 
+@pytest.mark.wide_except("while it copies-0", "before the commit-1", "before the partner's commit-0")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_common_step_is_left_wherever_a_rank_dies(
@@ -286,6 +288,7 @@ def flip(memory: Memory, rank: int, step: int, *, kept: bool) -> None:
     raise AssertionError(f"no copy of step {step}")
 
 
+@pytest.mark.wide_except("both")
 @pytest.mark.parametrize("how", ["own", "both", "all"])
 def test_a_damaged_copy_is_not_loaded(how: str, memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
     """The partner's is used; with both damaged an older step; with all damaged nothing of them."""
@@ -376,6 +379,7 @@ def notes_of(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
     return born(memory, nodes, folder, EVERY, restarts="0").copies.notes[0]
 
 
+@pytest.mark.wide
 def test_ranks_whose_launcher_replaces_no_nodes_have_no_partners(
     memory: Any, rank_pools: RankPools, tmp_path: Path
 ) -> None:
