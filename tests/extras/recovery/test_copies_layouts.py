@@ -14,6 +14,7 @@ from tests.extras.recovery.test_copies import hosts, memory
 from tests.extras.recovery.test_copies_faults import EVERY, flip, own_steps
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 __all__ = ["memory"]
 STEPS, AFTER = 3, 3
@@ -43,10 +44,7 @@ def with_ranks(memory: Memory, ranks: int) -> tuple[Memory, Memory]:
     return Memory((*memory.files, *new.files)[:ranks], os.getpid()), new
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in CORE else pytest.param(name, marks=pytest.mark.wide) for name in RUNS],
-)
+@pytest.mark.parametrize("name", wide_except(RUNS, CORE))
 def test_a_run_continues_from_copies_of_other_ranks(
     name: str, memory: Any, rank_pools: RankPools, tmp_path: Path
 ) -> None:
