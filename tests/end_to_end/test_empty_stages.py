@@ -12,7 +12,6 @@ FLAGS = (*SIZES, *COURSE, *NO_DROPOUT, *words("--train-iters 4 --save-interval 2
 EMPTY = words("--pp 4 --pipeline-model-parallel-layout E||tt|L")
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     "dtype", [pytest.param("--fp64", marks=pytest.mark.wide), "--bf16"]
 )  # with masters beside the parameters, and without

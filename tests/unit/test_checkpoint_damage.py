@@ -72,7 +72,6 @@ def refuses(run: SavedRun, path: Path) -> bool:
     return bool(refusal)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
     "directory", ["synchronous", pytest.param("torch_dist", marks=pytest.mark.wide)], indirect=True
 )
