@@ -139,6 +139,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _layout(config),
         _communication(config),
         _synchronization(config, world_size),
+        _bitwise(config),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),
         training_problems(training, data.seq_length),
@@ -167,6 +168,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _division(config, world_size, seq_length=1),
         _communication(config),
         _synchronization(config, world_size),
+        _bitwise(config),
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
@@ -208,6 +210,15 @@ def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     from megalite.config.validate_synchronization import synchronization_problems
 
     return synchronization_problems(config, world_size)
+
+
+def _bitwise(config: TaskConfig) -> Iterable[str]:
+    """Return a line for each option that does not go with sums in fixed point."""
+    if not config.parallel.bitwise_elastic:
+        return ()
+    from megalite.config.validate_bitwise import bitwise_problems  # few runs need it
+
+    return bitwise_problems(config)
 
 
 def _offload(config: TaskConfig) -> Iterator[str]:

@@ -39,6 +39,7 @@ from megalite.model.head import LossConfig
 from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
+from megalite.optim.fixed_point import FixedPoint
 from megalite.optim.host_memory import expected_bytes_on_host
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
@@ -351,7 +352,18 @@ def gradient_dtype(config: TaskConfig) -> torch.dtype:
     """Return the dtype in which gradients are summed and kept."""
     if config.parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16":
         return torch.bfloat16
+    if config.parallel.bitwise_elastic:
+        return torch.float64
     return torch.promote_types(model_dtype(config), torch.float32)
+
+
+def fixed_point(config: TaskConfig) -> FixedPoint | None:
+    """Return how gradients and losses are rounded such that their sums are exact; None: they are not."""
+    if not config.parallel.bitwise_elastic:
+        return None
+    batch = config.training.global_batch_size
+    assert batch is not None  # the configuration is resolved
+    return FixedPoint(batch, torch.promote_types(model_dtype(config), torch.float32))
 
 
 def gradient_notes(config: TaskConfig, micro_batches: int) -> tuple[str, ...]:
@@ -379,6 +391,7 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
         bucket_size = default_bucket_size(mesh.size("dp", "cp"))
     return DataParallel(
         gradient_dtype=gradient_dtype(config),
+        fixed_point=fixed_point(config),
         zero_stage=parallel.zero_stage,
         instances=config.synchronization.instances(parallel.num_distributed_optimizer_instances),
         bucket_size=bucket_size,

@@ -238,10 +238,13 @@ class Agent:
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
     def _keep_memory(self, ranks: Set[int]) -> None:
-        """Close the memory of all other ranks."""
-        for number in self._memory.keys() - ranks:
-            for descriptor in self._memory.pop(number):
-                os.close(descriptor)
+        """Give these ranks the memory of others that were on this node, in which copies may be, and close the rest."""
+        left = [self._memory.pop(number) for number in sorted(self._memory.keys() - ranks)]
+        for number in sorted(ranks - self._memory.keys()):
+            if left:
+                self._memory[number] = left.pop(0)
+        for descriptor in (descriptor for files in left for descriptor in files):
+            os.close(descriptor)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
