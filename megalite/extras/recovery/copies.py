@@ -33,7 +33,7 @@ from megalite.errors import CheckpointError, CommunicationError, ConfigurationEr
 from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.gathered import gathered
 from megalite.extras.recovery.interval import Price, interval_for
-from megalite.extras.recovery.partner import Links, can_replace_nodes, partners_of
+from megalite.extras.recovery.partner import Links, goes_on_without_nodes, partners_of
 from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, Whose, byte_ranges, describe, seal
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
@@ -78,7 +78,7 @@ class Copies:
         self._config, self._mesh = config, mesh
         slots = [Slot(number) for number in files]
         self._own, self._kept = slots[:2], slots[2:]
-        mark, replaced = secrets.randbits(63), can_replace_nodes(os.environ, config.recovery.spare_nodes)
+        mark, replaced = secrets.randbits(63), goes_on_without_nodes(os.environ, config.recovery)
         told = all_gather_json((host_name(), replaced, mark), mesh)
         hosts = [host for host, *_ in told]
         self._replaced = any(replaced for _, replaced, _ in told)

@@ -24,9 +24,9 @@ from tests.unit.test_config_validate import problems
 SAVED = "--warm-restart --elastic --save run --resume auto --global-batch-size 8"
 FLAGS = (
     *MOCK, *GPT2, *words("--use-distributed-optimizer --global-batch-size 16 --eval-iters 0 --lr-decay-style constant"),
-    *words("--fp64 --train-iters 100000 --save-interval 5"),
+    *words("--train-iters 100000 --save-interval 1000 --bitwise-elastic"),
 )  # fmt: skip
-WARM = words("--resume auto --warm-restart --elastic --memory-checkpoint-interval 0")
+WARM = words("--resume auto --warm-restart --elastic --memory-checkpoint-interval 1")
 
 
 def steps(folder: Path) -> int:
@@ -145,7 +145,7 @@ def test_what_does_not_fit_another_number_of_nodes_is_refused(flags: str, expect
 
 @pytest.mark.wide
 def test_a_run_goes_on_with_fewer_nodes_and_with_more_once_they_are_back(tmp_path: Path) -> None:
-    """8 micro-batches on 6, 4 and 6 ranks; then one node alone, which a replica of two ranks may be."""
+    """On 6, 4, 6 and 4 ranks, each time from the copies in memory, with the bits of a run on two."""
     with nodes(3, tmp_path, [*FLAGS, "--save", tmp_path / "run", *WARM]) as (first, second, third):
         until(lambda: steps(tmp_path) >= 6, "no step", 120.0)
         second.lose(signal.SIGSTOP)
@@ -158,9 +158,9 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more_once_they_are_back(tmp_pat
         before = steps(tmp_path)
         until(lambda: steps(tmp_path) >= before + 6, "no step", 90.0)
         third.lose()
-        first.wait_for(
-            "\ngeneration 4: n2 (ranks 4, 5) does not answer any more; 4 ranks instead of 6, on n0, n1; went"
-        )
+        first.wait_for("; 4 ranks instead of 6, on n0, n1; went on")
+        for ranks in (6, 4, 6):
+            assert f"(of {ranks} ranks, sent to those that need them now)" in first.said()
         (tmp_path / "run" / "STOP").touch()
         assert first.launcher.wait(90) == 85, first.said()
     flags = [*FLAGS, "--exit-interval", steps(tmp_path), "--save", tmp_path / "whole"]
@@ -170,8 +170,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more_once_they_are_back(tmp_pat
     assert len(ours) == len(theirs) > 20
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["consumed_samples"] == other["consumed_samples"]
-        # float64, and other orders of sums; each step's update magnifies what the last one has rounded.
-        assert mine["lm_loss"] == pytest.approx(other["lm_loss"], rel=1e-10)
+        assert (mine["lm_loss"], mine["grad_norm"]) == (other["lm_loss"], other["grad_norm"])
 
 
 @pytest.mark.wide
