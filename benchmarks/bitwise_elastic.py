@@ -40,7 +40,7 @@ def measured(rank: int, store: str, flags: str, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = ParallelMesh(rank=rank, world_size=2)
     trainers: dict[str, Trainer] = {}
-    for name, more in zip(NAMES, ("", " --bitwise-elastic"), strict=True):
+    for name, more in zip(NAMES, ("", " --deterministic-mode --bitwise-elastic"), strict=True):
         config = resolve(parse_arguments((flags + more).split()).config, 2)
         trainers[name] = make_trainer(config, GPTTask(config, open_data(config), mesh), mesh, None)
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}

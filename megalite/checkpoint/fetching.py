@@ -87,7 +87,9 @@ def fill(
                     if each.box.intersection(box) is not None:
                         wanted.setdefault(each, []).append(Target(box, values))
         if holders is not None:
-            failure = fetch_from_holders(path, described, wanted, holders, node, place) or failure
+            sent = [saved for saved in described.tensors.values() if turn == 0 or saved.relayout is not None]
+            blocks = [block for saved in sent for box in saved.boxes for block in box.blocks()]
+            failure = fetch_from_holders(path, described, wanted, blocks, holders, node, place) or failure
         else:
             failure = fetch(path, described, wanted, _assigned(described, needs, turn), node, place) or failure
         for number, values in terms:
@@ -168,25 +170,40 @@ def fetch(
 
 
 def fetch_from_holders(
-    path: AnyPath, described: Manifest, wanted: Wanted, holders: Mapping[str, int], group: Group, place: torch.device
+    path: AnyPath,
+    described: Manifest,
+    wanted: Wanted,
+    blocks: Iterable[Block],
+    holders: Mapping[str, int],
+    group: Group,
+    place: torch.device,
 ) -> Exception | None:
-    """Fill the targets as `fetch` does, where each file is on one rank only, which sends all of it to the others."""
-    blocks: dict[int, list[Block]] = {}
-    for tensor in described.tensors.values():
-        for saved in tensor.boxes:
-            blocks.setdefault(holders[saved.file], []).extend(saved.blocks())
+    """Fill the targets as `fetch` does, where each file is on one rank only, which sends its blocks to all others.
+
+    `blocks`: those to send, in the same order on all ranks.
+    """
+    of_rank: dict[int, list[Block]] = {}
+    for block in blocks:
+        of_rank.setdefault(holders[block.saved.file], []).append(block)
     failure: Exception | None = None
-    for rank in sorted(blocks):
-        for sent in packed(blocks[rank], lambda block: block.size, ROUND * manifest.BLOCK):
-            data = torch.zeros(sum(map(_room, sent)), dtype=torch.uint8)
-            if rank == group.rank and failure is None:
+    for rank in sorted(of_rank):
+        for sent in packed(of_rank[rank], lambda block: block.size, ROUND * manifest.BLOCK):
+            length = sum(map(_room, sent))
+            if rank == group.rank:
+                data = torch.zeros(length, dtype=torch.uint8)
                 try:
-                    for block, part in _cut(data, sent):
+                    for block, part in _cut(data, sent) if failure is None else ():
                         read_block(path, described, block, shard_file.bytes_of(part))
                 except Exception as error:
                     failure = error
-            for block, part in _cut(collectives.broadcast_(data.to(place), rank, group), sent):
-                put(block, part, wanted.get(block.saved, ()))
+            else:
+                data = torch.empty(length, dtype=torch.uint8, device=place)
+            received = collectives.broadcast_(data.to(place), rank, group)
+            try:
+                for block, part in _cut(received, sent):
+                    put(block, part, wanted.get(block.saved, ()))
+            except Exception as error:
+                failure = failure or error
     return failure
 
 

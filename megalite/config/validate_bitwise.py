@@ -12,6 +12,8 @@ FLAG = "--bitwise-elastic"
 def bitwise_problems(config: TaskConfig) -> Iterator[str]:
     """Yield a line for each option whose bits depend on the number of ranks all the same."""
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
+    if not training.deterministic_mode:
+        yield f"{FLAG} needs --deterministic-mode: otherwise kernels of a GPU may add in another order each time"
     if training.fp16:
         yield f"{FLAG} and --fp16: the loss scale moves gradients beyond the grid; train in bf16"
     if parallel.expert_model_parallel_size > 1:

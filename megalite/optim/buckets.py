@@ -35,8 +35,6 @@ class DataParallel:
 
     gradient_dtype: torch.dtype
     """Dtype of the buffers in which gradients are summed."""
-    fixed_point: FixedPoint | None = None
-    """Rounding of each gradient before it is added; None: there is none."""
     zero_stage: int = 0
     """ZeRO stage, 0 to 3."""
     instances: int = 1
@@ -59,6 +57,8 @@ class DataParallel:
     """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction
     """Sum of the gradients over ranks."""
+    fixed_point: FixedPoint | None = None
+    """Rounding of each gradient before it is added; None: there is none."""
 
     @property
     def overlaps_forward(self) -> bool:
@@ -224,6 +224,9 @@ class Bucket(ParameterBucket):
         self._accumulator_of = {use: a for a in self.accumulators for use in a.uses}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
         self._allow_unused, self._fixed_point = options.allow_unused, options.fixed_point
+        if self._fixed_point is not None:
+            for slot in self.slots:
+                self._fixed_point.require(slot.parameter.sharding)
         self.deferred: DeferredGradients | None = None
         self.owned_runs = list(self.layout.runs(*self.owned_range))
         """This rank's slice, divided into runs of elements of one parameter group."""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import Gradient
+from megalite.errors import MegaliteError
+from megalite.parallel.parameter import DenseGradient, Gradient
+from megalite.parallel.sharding import Sharding
 
 _BITS = 53
 """Significant bits of fp64."""
@@ -36,13 +38,15 @@ class Grid:
     def rounded(self, values: Tensor) -> Tensor:
         """Return the nearest multiples, in fp64. Values that are too large become infinite; NaN remains."""
         multiples = values.to(torch.float64, copy=True).div_(self.quantum).round_().mul_(self.quantum)
-        return multiples.masked_fill_(multiples.abs() > self.largest, math.inf)
+        return multiples.masked_fill_((multiples > self.largest) | (multiples < -self.largest), math.inf)
 
 
-GRADIENT_EXPONENT, LOSS_EXPONENT = -46, -20
-"""Exponents of the grids: gradients reach 2**6 in sum, and sums of losses 2**32."""
-_USES = 8
+GRADIENT_EXPONENT, LOSS_EXPONENT = -47, -16
+"""Exponents of the grids: gradients reach 2**5 in sum, and sums of losses 2**36."""
+_USES = 4
 """Most gradients of a parameter in a micro-batch, which are added one by one: those of its uses."""
+_ROUNDED_ELEMENTS = 1 << 22
+"""Number of elements that are rounded at a time, which takes 17 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,14 @@ class FixedPoint:
     """Most micro-batches in a step, over all ranks."""
     dtype: torch.dtype
     """Dtype in which gradients are computed."""
+
+    def require(self, record: Sharding) -> None:
+        """Raise MegaliteError if a parameter has more gradients in a micro-batch than are counted on."""
+        if (times := sum(use.times for use in record.uses)) > _USES:
+            raise MegaliteError(
+                f"{record.name} is used {times} times in a micro-batch, and sums in fixed point count on at most "
+                f"{_USES}: leave out --bitwise-elastic"
+            )
 
     def gradient(self, gradient: Gradient) -> FixedPointGradient:
         return FixedPointGradient(gradient, Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches), self.dtype)
@@ -74,11 +86,10 @@ class FixedPointGradient(Gradient):
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         computed = torch.empty(target.shape, dtype=self.dtype, device=target.device)
         self.gradient.add_to(computed, overwrite=True)
-        rounded = self.grid.rounded(computed)
-        if overwrite:
-            target.copy_(rounded)
-        else:
-            target.add_(rounded)
+        for part, total in zip(
+            computed.view(-1).split(_ROUNDED_ELEMENTS), target.view(-1).split(_ROUNDED_ELEMENTS), strict=True
+        ):
+            DenseGradient(self.grid.rounded(part)).add_to(total, overwrite=overwrite)
 
     @property
     def kept_bytes(self) -> int | None:

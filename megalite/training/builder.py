@@ -361,9 +361,11 @@ def fixed_point(config: TaskConfig) -> FixedPoint | None:
     """Return how gradients and losses are rounded such that their sums are exact; None: they are not."""
     if not config.parallel.bitwise_elastic:
         return None
-    batch = config.training.global_batch_size
-    assert batch is not None  # the configuration is resolved
-    return FixedPoint(batch, torch.promote_types(model_dtype(config), torch.float32))
+    training = config.training
+    assert training.global_batch_size is not None  # the configuration is resolved
+    sizes = [size for _, size in training.batch_size_schedule(1)]
+    most = max([training.global_batch_size, *sizes]) // training.micro_batch_size
+    return FixedPoint(most, torch.promote_types(model_dtype(config), torch.float32))
 
 
 def gradient_notes(config: TaskConfig, micro_batches: int) -> tuple[str, ...]:

@@ -86,7 +86,11 @@ class Copies:
         self._partners = partners_of(hosts, distance) if self._replaced else None
         self._links = None if self._partners is None else Links(self._partners, mesh)
         self._host = hosts[mesh.rank]
-        run = _digest(dump(replace(config, parallel=ParallelConfig())))
+        parallel = config.parallel
+        numbers = ParallelConfig(
+            grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
+        )
+        run = _digest(dump(replace(config, parallel=numbers)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
@@ -187,7 +191,9 @@ class Copies:
                 self._links.give_back(kept, header)
                 whole &= header is not None
             if self._mesh.rank == rank:
-                whole &= self._links.take_back(_free([slot for slot in self._own if slot not in slots.values()]))
+                whole &= self._links.take_back(
+                    _free([slot for slot in self._own if slot not in slots.values()] or self._own)
+                )
         told = all_gather_json(whole, self._mesh)
         if not all(told):
             ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in fetched)
@@ -342,6 +348,9 @@ class Copies:
         began = time.perf_counter()
         progress = trainer.progress()
         regions = self._regions(trainer)
+        if self._links is None and self._work is not None:  # all ranks have a new copy; no other will replace these
+            for kept in self._kept:
+                kept.release()
         slot = _free(self._own)
         slot.discard()
         parts = [region.part for region in regions]

@@ -115,6 +115,11 @@ class Slot:
         """Make the slot empty. What is written from here on is no copy until `commit`."""
         os.pwrite(self.descriptor, bytes(HEADER_BYTES), 0)
 
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
+        os.ftruncate(self.descriptor, 0)
+
     def commit(self, header: Header) -> None:
         """Declare that the bytes are the copy of this header."""
         os.pwrite(self.descriptor, header.to_bytes(), 0)

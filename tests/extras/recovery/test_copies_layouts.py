@@ -18,6 +18,7 @@ from tests.harness.wide import wide_except
 
 __all__ = ["memory"]
 STEPS, AFTER = 3, 3
+BITWISE = "--bf16 --no-fp64 --deterministic-mode --bitwise-elastic"
 ZERO = "--data-parallel-sharding-strategy optim_grads"
 RUNS = {
     "replicas": (4, "", 2, "", ""),
@@ -33,7 +34,7 @@ RUNS = {
     "stages and heads to shards": (4, "--pp 2 --tp 2", 3, f"{ZERO}_params", "--num-layers 4 --global-batch-size 6"),
     "shards to context": (2, ZERO, 4, "--cp 2 --use-distributed-optimizer", ""),
     "experts to stages": (4, "--ep 4", 2, "--pp 2", "--num-experts 4 --num-layers 4"),
-    "bits": (4, "--pp 2", 3, ZERO, "--num-layers 4 --global-batch-size 6 --bf16 --no-fp64 --bitwise-elastic"),
+    "bits": (4, "--pp 2", 3, ZERO, f"--num-layers 4 --global-batch-size 6 {BITWISE}"),
 }  # fmt: skip
 CORE = ("replicas", "heads to replicas", "stages and heads to shards", "experts to stages", "bits")
 

@@ -24,7 +24,7 @@ from tests.unit.test_config_validate import problems
 SAVED = "--warm-restart --elastic --save run --resume auto --global-batch-size 8"
 FLAGS = (
     *MOCK, *GPT2, *words("--use-distributed-optimizer --global-batch-size 16 --eval-iters 0 --lr-decay-style constant"),
-    *words("--train-iters 100000 --save-interval 1000 --bitwise-elastic"),
+    *words("--train-iters 100000 --save-interval 1000 --deterministic-mode --bitwise-elastic"),
 )  # fmt: skip
 WARM = words("--resume auto --warm-restart --elastic --memory-checkpoint-interval 1")
 
