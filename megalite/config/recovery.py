@@ -28,6 +28,11 @@ class RecoveryConfig:
     """Go on with fewer nodes where no spare one is left, in whole replicas of the model, and with more once they are
     back. The micro-batches of a step are then divided as equally as its ranks allow."""
 
+    @property
+    def goes_on_without_nodes(self) -> bool:
+        """Tell whether the agents go on when a node is lost."""
+        return self.elastic or self.spare_nodes > 0
+
     def ranks_that_train(self, world_size: int, node_ranks: int | None) -> int:
         """Return how many ranks train, of `world_size` that the launcher starts.
 
@@ -35,7 +40,7 @@ class RecoveryConfig:
 
         Raises ConfigurationError if the launcher starts too few nodes, or nodes of unequal numbers of ranks.
         """
-        if not (self.spare_nodes or self.elastic):
+        if not self.goes_on_without_nodes:
             return world_size
         flag = f"--spare-nodes {self.spare_nodes}" if self.spare_nodes else "--elastic"
         if node_ranks is None:
@@ -46,9 +51,8 @@ class RecoveryConfig:
         left = world_size - self.spare_nodes * node_ranks
         if left <= 0 or world_size % node_ranks:
             raise ConfigurationError(
-                f"{flag}: the launcher has started {world_size} ranks, {node_ranks} on this "
-                f"node: start at least {self.spare_nodes + 1} nodes, the spare ones among them, with equal numbers of "
-                "ranks"
+                f"{flag}: the launcher has started {world_size} ranks, {node_ranks} on this node: start at least "
+                f"{self.spare_nodes + 1} nodes, the spare ones among them, with equal numbers of ranks"
             )
         return left
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -66,8 +67,12 @@ class FixedPoint:
                 f"{_USES}: leave out --bitwise-elastic"
             )
 
+    @cached_property
+    def _of_gradients(self) -> Grid:
+        return Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches)
+
     def gradient(self, gradient: Gradient) -> FixedPointGradient:
-        return FixedPointGradient(gradient, Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches), self.dtype)
+        return FixedPointGradient(gradient, self._of_gradients, self.dtype)
 
     def term(self, value: Tensor) -> Tensor:
         """Return the sum of a term of the loss over a micro-batch, rounded."""

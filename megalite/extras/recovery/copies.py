@@ -191,9 +191,8 @@ class Copies:
                 self._links.give_back(kept, header)
                 whole &= header is not None
             if self._mesh.rank == rank:
-                whole &= self._links.take_back(
-                    _free([slot for slot in self._own if slot not in slots.values()] or self._own)
-                )
+                others = [slot for slot in self._own if slot not in slots.values()]
+                whole &= self._links.take_back(_free(others or self._own))
         told = all_gather_json(whole, self._mesh)
         if not all(told):
             ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in fetched)
@@ -397,5 +396,4 @@ def _digest(text: str) -> bytes:
 
 def _free(slots: Sequence[Slot]) -> Slot:
     """Return the slot to overwrite: one without a copy, or else that of the older one."""
-    headers = [slot.header() for slot in slots]
-    return slots[min(range(len(slots)), key=lambda at: -1 if (header := headers[at]) is None else header.step)]
+    return min(slots, key=lambda slot: -1 if (header := slot.header()) is None else header.step)

@@ -54,8 +54,7 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
     began = time.monotonic()
     _open_streams()
     recovery = config.recovery
-    replaces = recovery.spare_nodes > 0 or recovery.elastic
-    _require(place, replaces)
+    _require(place, recovery.goes_on_without_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
@@ -83,7 +82,7 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
-    goes_on_without = replaces and place.rank >= (place.local_world_size or 1)
+    goes_on_without = recovery.goes_on_without_nodes and place.rank >= (place.local_world_size or 1)
     tell = _say_alone if goes_on_without else partial(report, None)
     return _follow(lines, reading, place, Path(save) / STOP, hello["stop"], tell)
 
@@ -95,11 +94,8 @@ def _open_streams() -> None:
     os.close(descriptor)
 
 
-def _require(place: Place, replaces: bool) -> None:
-    """Raise ConfigurationError if the system or the launcher does not have what is needed.
-
-    `replaces`: the run goes on without a node that is lost.
-    """
+def _require(place: Place, goes_on_without_nodes: bool) -> None:
+    """Raise ConfigurationError if the system or the launcher does not have what is needed."""
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
     if place.world_size > 1 and place.local_world_size is None:
@@ -107,7 +103,7 @@ def _require(place: Place, replaces: bool) -> None:
             "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
             "LOCAL_WORLD_SIZE on every rank"
         )
-    if replaces and place.rank % (place.local_world_size or 1) != place.local_rank:
+    if goes_on_without_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
         raise ConfigurationError(
             f"--spare-nodes and --elastic: rank {place.rank} has the local rank {place.local_rank} of "
             f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"

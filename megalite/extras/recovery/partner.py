@@ -20,7 +20,7 @@ _CHUNK = 1 << 24
 
 def goes_on_without_nodes(environment: Mapping[str, str], recovery: RecoveryConfig) -> bool:
     """Tell whether a run may go on without a node: only then does a rank need its copy on another one."""
-    return recovery.spare_nodes > 0 or recovery.elastic or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return recovery.goes_on_without_nodes or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def partners_of(hosts: Sequence[str], distance: int) -> tuple[int, ...] | None:

@@ -128,9 +128,9 @@ class Spares:
         assert place.local_world_size is not None
         self._node_ranks = place.local_world_size
         nodes, self.node = place.world_size // self._node_ranks, place.rank // self._node_ranks
-        self._replica_ranks: int = first.hello["replica_ranks"]
-        multiple = math.lcm(self._replica_ranks, self._node_ranks) // self._node_ranks
-        self.seats = Seats(nodes, first.hello["spare_nodes"], multiple)
+        self._needed = math.lcm(first.hello["replica_ranks"], self._node_ranks)
+        """Ranks of whole nodes that hold whole replicas, of an elastic run; 0 for others."""
+        self.seats = Seats(nodes, first.hello["spare_nodes"], self._needed // self._node_ranks)
         self._losses = [0] * nodes
         self._hosts: dict[int, str] = {}
         self._directory = Path(first.hello["save"])
@@ -218,13 +218,13 @@ class Spares:
         ranks = [rank for seat in missing for rank in self._ranks_of(seat)]
         hosts = ", ".join(self._host(self.seats.nodes[seat]) for seat in missing)
         verb = "is" if len(missing) == 1 else "are"
-        if self._replica_ranks:
+        if self._needed:
             return self._too_few(f"{hosts} {verb} lost")
         return f"{ranks_text(ranks)} cannot start: {hosts} {verb} lost, and no spare node is left"
 
     def _too_few(self, lost: str) -> str:
         """Return a text on what is missing of one replica. `lost`: who is."""
-        needed = math.lcm(self._replica_ranks, self._node_ranks)
+        needed = self._needed
         left = len(self._hosts.keys() - self.seats.absent) * self._node_ranks
         nodes = (needed - left) // self._node_ranks
         return (
