@@ -19,6 +19,7 @@ from tests.harness.extras import missing_extra
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 from tests.harness.turn import Turn
+from tests.harness.wide import mark_all_but_few
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("megalite")
@@ -60,8 +61,9 @@ def pytest_collection(session: pytest.Session) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a module that imports an optional library which is not installed."""
+    """Skip a module that imports an optional library which is not installed; mark the cells that are wide."""
     report = yield
+    mark_all_but_few(report.result)
     call = getattr(report, "call", None)
     if report.failed and call is not None and (name := missing_extra(call.excinfo.value)) is not None:
         del report.call

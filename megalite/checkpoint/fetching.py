@@ -56,10 +56,12 @@ def fill(
     needs: Mapping[int, Sequence[Origin]],
     node: Group,
     place: torch.device,
+    holders: Mapping[str, int] | None = None,
 ) -> Exception | None:
     """Read the regions, and return the failure of this rank, if any, as `fetch` does.
 
-    If a region is a sum or a mean, its boxes are read and added one after the other, in fp64.
+    If a region is a sum or a mean, its boxes are read and added one after the other, in fp64. `holders`: the rank of
+    the group that can read each file, if others cannot; all ranks then have the same boxes in the same order.
     """
     failure: Exception | None = None
     totals: dict[int, Tensor] = {}
@@ -67,7 +69,10 @@ def fill(
         if not found.boxes:
             region.values.zero_()
     every = [found for origins in needs.values() for found in origins] or [found for found, _ in chosen]
-    for turn in range(max((len(found.boxes) for found in every), default=0)):
+    turns = max((len(found.boxes) for found in every), default=0)
+    if holders is not None:
+        turns = int(collectives.all_reduce_(torch.tensor(turns, device=place), node, "max"))
+    for turn in range(turns):
         wanted: dict[SavedBox, list[Target]] = {}
         terms: list[tuple[int, Tensor]] = []
         for number, (found, region) in enumerate(chosen):
@@ -81,7 +86,12 @@ def fill(
                 for each in saved.boxes_at(box):
                     if each.box.intersection(box) is not None:
                         wanted.setdefault(each, []).append(Target(box, values))
-        failure = fetch(path, described, wanted, _assigned(described, needs, turn), node, place) or failure
+        if holders is not None:
+            sent = [saved for saved in described.tensors.values() if turn == 0 or saved.relayout is not None]
+            blocks = [block for saved in sent for box in saved.boxes for block in box.blocks()]
+            failure = fetch_from_holders(path, described, wanted, blocks, holders, node, place) or failure
+        else:
+            failure = fetch(path, described, wanted, _assigned(described, needs, turn), node, place) or failure
         for number, values in terms:
             wide = torch.float64 if values.is_floating_point() else values.dtype
             totals[number] = totals[number] + values if number in totals else values.to(wide)
@@ -156,6 +166,44 @@ def fetch(
         for blocks, row in zip(now, received, strict=True):
             for block, data in _cut(row, blocks):
                 put(block, data, wanted.get(block.saved, ()))
+    return failure
+
+
+def fetch_from_holders(
+    path: AnyPath,
+    described: Manifest,
+    wanted: Wanted,
+    blocks: Iterable[Block],
+    holders: Mapping[str, int],
+    group: Group,
+    place: torch.device,
+) -> Exception | None:
+    """Fill the targets as `fetch` does, where each file is on one rank only, which sends its blocks to all others.
+
+    `blocks`: those to send, in the same order on all ranks.
+    """
+    of_rank: dict[int, list[Block]] = {}
+    for block in blocks:
+        of_rank.setdefault(holders[block.saved.file], []).append(block)
+    failure: Exception | None = None
+    for rank in sorted(of_rank):
+        for sent in packed(of_rank[rank], lambda block: block.size, ROUND * manifest.BLOCK):
+            length = sum(map(_room, sent))
+            if rank == group.rank:
+                data = torch.zeros(length, dtype=torch.uint8)
+                try:
+                    for block, part in _cut(data, sent) if failure is None else ():
+                        read_block(path, described, block, shard_file.bytes_of(part))
+                except Exception as error:
+                    failure = error
+            else:
+                data = torch.empty(length, dtype=torch.uint8, device=place)
+            received = collectives.broadcast_(data.to(place), rank, group)
+            try:
+                for block, part in _cut(received, sent):
+                    put(block, part, wanted.get(block.saved, ()))
+            except Exception as error:
+                failure = failure or error
     return failure
 
 

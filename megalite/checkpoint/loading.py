@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 
@@ -57,6 +57,7 @@ def load(
     casts: bool = False,
     optional: Container[str] = (),
     alone: bool = False,
+    holders: Mapping[str, int] | None = None,
 ) -> TrainingState:
     """Set the weights, the modules' state, and the optimizer's state (if given) from the checkpoint in folder `path`.
 
@@ -72,6 +73,7 @@ def load(
         optional: modules' state, as `state/NAME`, that may be missing in the network, or in the checkpoint: it then
             keeps its initial values.
         alone: `described` is of what this rank holds, and each rank has another one.
+        holders: the rank that can read each file of `described`, if others cannot; it sends all of it to them.
 
     Raises:
         CorruptCheckpointError: a file is damaged. It is the same error on every rank. Some weights and state may
@@ -83,7 +85,10 @@ def load(
     state = state and optimizer is not None
     with _writable(module, optimizer):
         regions = held_regions(module, optimizer)
-        node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
+        if holders is not None:
+            node = mesh.world()
+        else:
+            node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
         with raise_on_all_ranks(mesh, doing):
             manifest = described or read_manifest(path)
             if optimizer is not None:
@@ -100,7 +105,7 @@ def load(
             ours = {plain_name(found.name) for found, _ in chosen}
             _check_all_used(manifest, ours, readers, mesh.device, path, kinds, optional)
         _zero_the_rest(module, optimizer, state)
-        failure = fill(path, manifest, chosen, needs, node, mesh.device)
+        failure = fill(path, manifest, chosen, needs, node, mesh.device, holders)
         with raise_on_all_ranks(mesh, doing):
             if failure is not None:
                 raise failure

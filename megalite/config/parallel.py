@@ -127,6 +127,9 @@ class ParallelConfig:
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bf16 instead of fp32, which loses a part of more than 256 micro-batches; needs
     bf16."""
+    bitwise_elastic: bool = False
+    """Sum gradients and losses in fixed point: any number of data-parallel ranks, ZeRO stage and pipeline gives the
+    same bits. Gradients are kept in fp64 (docs/bitwise_elastic.md)."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; unset: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: PositiveInt = 10

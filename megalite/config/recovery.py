@@ -24,6 +24,14 @@ class RecoveryConfig:
     spare_nodes: NonNegativeInt = 0
     """Number of the nodes, the last ones that the launcher starts, that train only in place of one that is lost, on
     which ranks fail twice in a row, or whose numbers were wrong (sick_nodes.jsonl)."""
+    elastic: bool = False
+    """Go on with fewer nodes where no spare one is left, in whole replicas of the model, and with more once they are
+    back. The micro-batches of a step are then divided as equally as its ranks allow."""
+
+    @property
+    def goes_on_without_nodes(self) -> bool:
+        """Tell whether the agents go on when a node is lost."""
+        return self.elastic or self.spare_nodes > 0
 
     def ranks_that_train(self, world_size: int, node_ranks: int | None) -> int:
         """Return how many ranks train, of `world_size` that the launcher starts.
@@ -32,19 +40,19 @@ class RecoveryConfig:
 
         Raises ConfigurationError if the launcher starts too few nodes, or nodes of unequal numbers of ranks.
         """
-        if not self.spare_nodes:
+        if not self.goes_on_without_nodes:
             return world_size
+        flag = f"--spare-nodes {self.spare_nodes}" if self.spare_nodes else "--elastic"
         if node_ranks is None:
             raise ConfigurationError(
-                "--spare-nodes needs the number of ranks on each node, which this launcher does not tell: set "
+                f"{flag} needs the number of ranks on each node, which this launcher does not tell: set "
                 "LOCAL_WORLD_SIZE on every rank"
             )
         left = world_size - self.spare_nodes * node_ranks
         if left <= 0 or world_size % node_ranks:
             raise ConfigurationError(
-                f"--spare-nodes {self.spare_nodes}: the launcher has started {world_size} ranks, {node_ranks} on this "
-                f"node: start at least {self.spare_nodes + 1} nodes, the spare ones among them, with equal numbers of "
-                "ranks"
+                f"{flag}: the launcher has started {world_size} ranks, {node_ranks} on this node: start at least "
+                f"{self.spare_nodes + 1} nodes, the spare ones among them, with equal numbers of ranks"
             )
         return left
 
@@ -52,7 +60,8 @@ class RecoveryConfig:
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        yield from needs(recovery, "memory_checkpoint_interval memory_checkpoint_partner spare_nodes", "--warm-restart")
+        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic"
+        yield from needs(recovery, names, "--warm-restart")
         return
     if checkpoint.save is None:
         yield "--warm-restart needs --save, the run directory from which ranks that start again continue"

@@ -64,6 +64,10 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
         workers = config.synchronization.workers(world_size)
+        if config.recovery.elastic and not schedule:
+            raise ConfigurationError(
+                "--elastic needs --global-batch-size: its default would change with the number of ranks"
+            )
         least = training.micro_batch_size * least_micro_batches(config.parallel, workers)
         size = schedule[-1][1] if schedule else least
         config = replace(config, training=replace(training, global_batch_size=size))
@@ -135,6 +139,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _layout(config),
         _communication(config),
         _synchronization(config, world_size),
+        _bitwise(config),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),
         training_problems(training, data.seq_length),
@@ -150,6 +155,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
+        _elastic(config),
         _corruption(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
@@ -162,6 +168,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _division(config, world_size, seq_length=1),
         _communication(config),
         _synchronization(config, world_size),
+        _bitwise(config),
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
@@ -174,6 +181,15 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _corruption(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def _elastic(config: RunConfig) -> Iterable[str]:
+    """Return a line for each option that does not fit a number of nodes that changes."""
+    if not config.recovery.elastic:
+        return ()
+    from megalite.config.validate_elastic import elastic_problems  # few runs are elastic
+
+    return elastic_problems(config, _chunks(config))
 
 
 def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
@@ -194,6 +210,15 @@ def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     from megalite.config.validate_synchronization import synchronization_problems
 
     return synchronization_problems(config, world_size)
+
+
+def _bitwise(config: TaskConfig) -> Iterable[str]:
+    """Return a line for each option that does not go with sums in fixed point."""
+    if not config.parallel.bitwise_elastic:
+        return ()
+    from megalite.config.validate_bitwise import bitwise_problems  # few runs need it
+
+    return bitwise_problems(config)
 
 
 def _offload(config: TaskConfig) -> Iterator[str]:
@@ -247,7 +272,7 @@ def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[
         if problems := list(share_problems(config, world_size)):
             yield from problems
             return
-    unit, words = _share_unit(parallel, world_size)
+    unit, words = (1, "1") if config.recovery.elastic else _share_unit(parallel, world_size)
     batch = training.global_batch_size or training.micro_batch_size * least_micro_batches(parallel, world_size)
     sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
     if training.rampup_batch_size is not None:

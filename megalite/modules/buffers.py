@@ -7,13 +7,12 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.errors import MegaliteError
 from megalite.modules.alike import check_same
 from megalite.parallel import collectives
-from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import AsBuilt, Box, LogicalTensor, Piece, Sharding
 from megalite.parallel.state import State
 
@@ -71,7 +70,7 @@ class KeptBuffers(nn.Module):
             if rule == "average":
                 collectives.all_reduce_(flat, self._group).div_(self._group.size)
             else:
-                _broadcast_first_(flat, self._group)
+                collectives.broadcast_(flat, 0, self._group)
             for each, new in zip(values, flat.split([each.numel() for each in values]), strict=True):
                 each.copy_(new.view(each.shape))
         self.restore()
@@ -151,8 +150,3 @@ def _storable(values: Tensor) -> Tensor:
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj()).clone()
     return values.contiguous() if values.is_floating_point() else values.to(torch.int64).contiguous()
-
-
-def _broadcast_first_(flat: Tensor, group: Group) -> None:
-    work = collectives.launch(dist.broadcast, flat, group.ranks[0], group=group.process_group, async_op=True)
-    collectives.Pending(work, flat, group.waits).wait("the copy of buffers failed")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalite.offload.transfers import Copy, Transfers
 from megalite.optim.accumulator import Accumulator, StepCollective
+from megalite.optim.fixed_point import FixedPoint
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, bucket_layouts, unique_parameters
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
@@ -56,6 +57,8 @@ class DataParallel:
     """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction
     """Sum of the gradients over ranks."""
+    fixed_point: FixedPoint | None = None
+    """Rounding of each gradient before it is added; None: there is none."""
 
     @property
     def overlaps_forward(self) -> bool:
@@ -220,7 +223,10 @@ class Bucket(ParameterBucket):
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.uses}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
-        self._allow_unused = options.allow_unused
+        self._allow_unused, self._fixed_point = options.allow_unused, options.fixed_point
+        if self._fixed_point is not None:
+            for slot in self.slots:
+                self._fixed_point.require(slot.parameter.sharding)
         self.deferred: DeferredGradients | None = None
         self.owned_runs = list(self.layout.runs(*self.owned_range))
         """This rank's slice, divided into runs of elements of one parameter group."""
@@ -241,6 +247,8 @@ class Bucket(ParameterBucket):
         `begin_reduction` does.
         """
         accumulator = self._accumulator_of[use]
+        if self._fixed_point is not None:
+            gradient = self._fixed_point.gradient(gradient)
         if self.deferred is not None:
             self.deferred.keep(partial(accumulator.add, parameter, gradient, use))
         else:

@@ -147,6 +147,14 @@ def _gather_and_add(tensor: Tensor, group: Group) -> Pending:
     return Pending(None, add)
 
 
+def broadcast_(tensor: Tensor, source: int, group: Group) -> Tensor:
+    """Replace `tensor` by that of the rank at position `source` of the group, in place. It is not recorded."""
+    if group.size == 1 or tensor.is_meta or not group.is_connected:
+        return tensor
+    work = launch(dist.broadcast, tensor, group.ranks[source], group=group.process_group, async_op=True)
+    return Pending(work, tensor, group.waits).wait()
+
+
 def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     """Gather [n, ...] of each rank into [size * n, ...] on all ranks, in `out` if given.
 

@@ -88,6 +88,7 @@ class PipelineEngine(Generic[MicroBatch]):
 
     Attributes:
         offloading: copies what layers save for backward to the host; None: it stays.
+        rounded: returns a term of the loss over a micro-batch in fp64, as it is added to the others.
 
     Args:
         stages: if there are several, with shapes and dtypes of the tensors that they pass on.
@@ -95,6 +96,7 @@ class PipelineEngine(Generic[MicroBatch]):
     """
 
     offloading: ActivationOffload | None = None
+    rounded: Callable[[Tensor], Tensor] = staticmethod(torch.Tensor.double)
 
     def __init__(
         self,
@@ -298,7 +300,7 @@ class _Step(Generic[MicroBatch]):
             self._outputs[key] = edges, {name: term for name, term in terms.items() if term.requires_grad}
         sums = self._sums[action.chunk]
         for name, term in terms.items():
-            value = term.detach().double()
+            value = self.engine.rounded(term.detach())
             sums[name] = sums[name] + value if name in sums else value
         if passed_on:
             self._pass_on("F", action, passed_on, chunk.stage + 1)

@@ -64,6 +64,7 @@ def _of_last(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tupl
     device = trainer.mesh.device
     for micro_batch, stages, is_counted in trainer.task.last_micro_batches(loader, start):
         engine = PipelineEngine(trainer.chunks, stages, trainer.engine.rank, trainer.engine.links, device)
+        engine.rounded = trainer.engine.rounded
         sums = engine.run(trainer.schedules.evaluation(1), [micro_batch])
         if is_counted:  # all ranks run it, since they communicate
             yield sums, loss_terms.counted(trainer.task.evaluated, [micro_batch], device)

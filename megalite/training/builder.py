@@ -39,6 +39,7 @@ from megalite.model.head import LossConfig
 from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
+from megalite.optim.fixed_point import FixedPoint
 from megalite.optim.host_memory import expected_bytes_on_host
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
@@ -87,6 +88,10 @@ def make_shares(config: TaskConfig, mesh: ParallelMesh) -> Shares:
         from megalite.training.unequal_shares import make_unequal_shares
 
         return make_unequal_shares(config, mesh)
+    if config.recovery.elastic:
+        from megalite.training.unequal_shares import make_even_shares
+
+        return make_even_shares(config, mesh)
     return Shares(mesh.coordinate("dp"), ranks, config.synchronization.replicas(ranks))
 
 
@@ -347,7 +352,20 @@ def gradient_dtype(config: TaskConfig) -> torch.dtype:
     """Return the dtype in which gradients are summed and kept."""
     if config.parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16":
         return torch.bfloat16
+    if config.parallel.bitwise_elastic:
+        return torch.float64
     return torch.promote_types(model_dtype(config), torch.float32)
+
+
+def fixed_point(config: TaskConfig) -> FixedPoint | None:
+    """Return how gradients and losses are rounded such that their sums are exact; None: they are not."""
+    if not config.parallel.bitwise_elastic:
+        return None
+    training = config.training
+    assert training.global_batch_size is not None  # the configuration is resolved
+    sizes = [size for _, size in training.batch_size_schedule(1)]
+    most = max([training.global_batch_size, *sizes]) // training.micro_batch_size
+    return FixedPoint(most, torch.promote_types(model_dtype(config), torch.float32))
 
 
 def gradient_notes(config: TaskConfig, micro_batches: int) -> tuple[str, ...]:
@@ -375,6 +393,7 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
         bucket_size = default_bucket_size(mesh.size("dp", "cp"))
     return DataParallel(
         gradient_dtype=gradient_dtype(config),
+        fixed_point=fixed_point(config),
         zero_stage=parallel.zero_stage,
         instances=config.synchronization.instances(parallel.num_distributed_optimizer_instances),
         bucket_size=bucket_size,

@@ -50,6 +50,8 @@ class ResumePoint:
     candidates."""
     alone: bool = False
     """True: each rank loads a checkpoint of its own, of what it holds."""
+    holders: Mapping[str, int] | None = None
+    """Rank that can read each file of the checkpoint, if others cannot."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:

@@ -96,6 +96,8 @@ class Trainer:
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.engine.offloading = task.offloading
+        if (rounding := builder.fixed_point(config)) is not None:
+            self.engine.rounded = rounding.term
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         self.shares = builder.make_shares(config, mesh)
         self.shares.require(task.has_empty_slots)
@@ -388,11 +390,12 @@ class Trainer:
             self.optimizer,
             self.mesh,
             described=described,
-            plan=None if resume_point.alone else self.plan,
+            plan=None if resume_point.alone or resume_point.holders else self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
             alone=resume_point.alone,
+            holders=resume_point.holders,
         )
         self.task.loaded()
         notes = load_notes(

@@ -138,6 +138,17 @@ class UnequalShares(Shares):
         return f"{text} micro-batches on the data-parallel ranks" + (f", with {empty} empty slots" if empty else "")
 
 
+class EvenShares(UnequalShares):
+    """Shares as equal as can be, for a number of ranks that need not divide a step's micro-batches (`--elastic`)."""
+
+    def __init__(self, rank: int, ranks: int, together: int) -> None:
+        """Describe the place of this rank; see `UnequalShares`."""
+        super().__init__(rank, [1] * ranks, 1, together)
+
+    def counts(self, micro_batches: int) -> list[int]:
+        return divided(self.shares, micro_batches)
+
+
 class MeasuredShares(UnequalShares):
     """Shares that follow from the times of the ranks, taken anew at each save (`--data-parallel-shares auto`).
 
@@ -250,6 +261,12 @@ class ComputeTimes(StepObserver):
         self._steps.clear()
         self._micro_batches.clear()
         return statistics.median(each[1:] or each or [0.0])
+
+
+def make_even_shares(config: TaskConfig, mesh: ParallelMesh) -> EvenShares:
+    """Return the shares of `--elastic`."""
+    together = ranks_together(config.parallel, mesh.world_size)
+    return EvenShares(mesh.coordinate("dp"), mesh.size("dp"), together)
 
 
 def make_unequal_shares(config: TaskConfig, mesh: ParallelMesh) -> UnequalShares:

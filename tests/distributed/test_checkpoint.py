@@ -44,6 +44,7 @@ def save(cell: Cell, path: Path, iteration: int = 1) -> None:
     trained(cell).save(path, iteration)
 
 
+@pytest.mark.wide_except("dp=4, zero=3, instances=2")
 @pytest.mark.parametrize(
     "cell",
     [
@@ -82,6 +83,7 @@ def count_what_is_read(cell: Cell, path: Path, *, own_nodes: bool) -> int:
     return sum(read)
 
 
+@pytest.mark.wide_except("tp=2, dp=2, zero=1")
 @pytest.mark.parametrize(
     "cell",
     [

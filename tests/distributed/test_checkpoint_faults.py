@@ -145,6 +145,7 @@ def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: 
     raise AssertionError
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "victim", "number"),
     [

@@ -377,6 +377,7 @@ def test_a_training_goes_on_under_any_layout(rank_pools: RankPools, tmp_path: Pa
     check_by_world_size(rank_pools, few_pairs(), tmp_path)
 
 
+@pytest.mark.wide
 @pytest.mark.bits
 def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
     """Check the bits of weights, masters and state, and I8."""

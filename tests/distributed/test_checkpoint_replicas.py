@@ -243,6 +243,7 @@ def test_every_rank_has_what_the_rule_says(
         assert found == [[1.0] * len(values) for values in found if isinstance(values, list)]
 
 
+@pytest.mark.wide
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2)], ids=str)
 def test_the_same_layout_has_the_same_bits(rank_pools: RankPools, tmp_path: Path, layout: Layout) -> None:

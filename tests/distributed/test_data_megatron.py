@@ -130,6 +130,7 @@ def check_samples_with_weights(
         assert_same(found, theirs, size)
 
 
+@pytest.mark.wide
 def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Use weights with which a blend that normalizes them only once takes the other dataset in a tie."""
     a, b = write([[1, 1, 7, 20, 2, 20], [50, 1, 20, 3, 2]], tmp_path_factory)

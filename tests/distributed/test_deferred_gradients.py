@@ -120,6 +120,7 @@ def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str
     return found | {"left": settled_bytes(0)}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_inputs_and_output_gradients_are_kept_and_no_more(

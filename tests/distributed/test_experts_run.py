@@ -174,6 +174,7 @@ def located(flags: str) -> str | None:
         return trainer.locate_not_finite()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (4, "--pp 2 --ep 2")])
 def test_a_router_that_overflows_is_located(ranks: int, layout: str, rank_pools: RankPools) -> None:
     (report, *_) = on_ranks(rank_pools, ranks, located, f"{FLAGS} {layout}")
@@ -197,6 +198,7 @@ def saved(flags: str, folder: str) -> dict[str, list[float]]:
     return {state.sharding.name: state.values.tolist() for state in states_of(trainer.network)}
 
 
+@pytest.mark.wide
 def test_a_run_that_resumes_may_begin_or_stop_to_remember_loads(tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
     flags = FLAGS.replace(f"--train-iters {STEPS}", "")
@@ -248,6 +250,7 @@ def test_records_are_the_same_on_every_layout(
     assert len(files(recorded[0])) == STEPS * BATCH
 
 
+@pytest.mark.wide
 def test_a_run_that_replays_its_own_records_is_the_same_bit_for_bit(
     recorded: tuple[Path, list[float]], rank_pools: RankPools, tmp_path: Path
 ) -> None:
@@ -336,6 +339,7 @@ def test_records_that_do_not_cover_the_run_are_refused_at_the_start(
         open_data(config)
 
 
+@pytest.mark.wide
 def test_a_run_that_died_before_it_saved_starts_again_in_its_folder(rank_pools: RankPools, tmp_path: Path) -> None:
     """A run with other samples does not, nor one with another --save."""
     folder = tmp_path / "records"

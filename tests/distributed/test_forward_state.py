@@ -42,6 +42,7 @@ SKIPPING = [
 ]
 
 
+@pytest.mark.wide_except("conv-dp2-pp1-zero3-adamw-overlap-recompute")
 @pytest.mark.parametrize("cell", SKIPPING, ids=str)
 def test_a_skipped_step_leaves_no_trace(cell: Cell, rank_pools: RankPools) -> None:
     pool, options = rank_pools(cell.world_size), {"initial_loss_scale": 1.0} if cell.precision == "fp16" else {}
@@ -90,6 +91,7 @@ def after_error(cell: Cell, where: str | None) -> tuple[dict[str, bytes], bool]:
     return {each.name: each.digest for each in (*parameters, *held_states(network, run.mesh))}, unchanged
 
 
+@pytest.mark.wide_except("conv-dp2-pp1-zero3-adamw-overlap-recompute-forward")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(
     "cell",

@@ -43,6 +43,7 @@ def small_tensors() -> Iterator[None]:
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8, 9, 7, 9], [3, 2, 3, 8, 4, 6, 2], [6, 4]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name != "alone")) for name in LAYOUTS]
 )

@@ -88,6 +88,7 @@ def test_steps_of_every_family_are_the_oracles(layout: str, rank_pools: RankPool
 SHORTEST = [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4)]
 
 
+@pytest.mark.wide_except("2-2")
 @pytest.mark.parametrize(
     ("cp", "tp"),
     [(cp, tp) if (cp, tp) in ((3, 1), (2, 2)) else pytest.param(cp, tp, marks=pytest.mark.wide) for cp, tp in SHORTEST],
@@ -100,6 +101,7 @@ def test_the_shortest_samples_are_the_oracles(cp: int, tp: int, rank_pools: Rank
     assert_as_expected(cell, result)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", wide_except(["p2p", "all_gather", "a2a"], ["p2p"]))
 def test_one_token_that_counts_on_one_rank_is_enough(way: str, rank_pools: RankPools) -> None:
     cells = [

@@ -79,6 +79,7 @@ def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_
     assert_same_dropout(split, alone)
 
 
+@pytest.mark.wide_except("2-interleaved-2")
 @pytest.mark.bits
 @pytest.mark.parametrize("schedule", wide_except(LAYOUT_FACTORS["schedule"], ["zb-h1", "interleaved-2"]))
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.wide)])
@@ -105,6 +106,7 @@ FAMILY_OF = {"tp2": "gemma", "tp2-sp": "gpt2", "tp2-dp2": "gpt2", "tp2-sp-pp2": 
 """Family of each split that `make test` runs."""
 
 
+@pytest.mark.wide_except("tp2-sp-pp2-gemma", "tp2-dp2-gpt2")
 @pytest.mark.parametrize(
     ("split", "family"),
     [
@@ -158,6 +160,7 @@ def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: st
         assert rows == (whole if split else whole * tp)
 
 
+@pytest.mark.wide
 def test_dropout_acts_in_these_tests(rank_pools: RankPools) -> None:
     """Hidden and attention dropout each change every micro-batch's loss."""
     plain = Cell(samples=8)

@@ -84,6 +84,7 @@ LATER = (
 """Layouts whose parts the others have."""
 
 
+@pytest.mark.wide_except("switch-etp2", "mixtral-tp2-sp", "deepseek-pp2", "switch-ep4", "deepseek-ep2-etp2")
 @pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",), later=LATER))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """The loads of a step decide the biases and the global balancing loss of the next ones."""
@@ -142,6 +143,7 @@ def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> No
             assert_bits_equal(result.states[name], values, f"{cell}: {name}")
 
 
+@pytest.mark.wide
 def test_micro_batches_of_another_size_train_the_same(rank_pools: RankPools) -> None:
     """The terms per sequence, and those with the previous step's loads, do not depend on micro-batches."""
     cells = [make_cell({"dp": 1, "family": "deepseek", "micro_batch_size": size}, steps=2) for size in (1, 2)]
@@ -172,6 +174,7 @@ def collectives_called(cell: Cell) -> list[tuple[int, int]]:
     return [(forward, len(chunk.inside(backward=False))), (calls - forward, len(chunk.inside(backward=True)))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize(
     "more",

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, Row] = {
 }
 
 
+@pytest.mark.wide_except("gemma3-tp2-sp-pp2", "gemma-zero3", "neox-pp2")
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

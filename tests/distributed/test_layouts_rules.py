@@ -73,6 +73,7 @@ def test_steps_on_more_layouts_are_those_of_the_rule_by_hand(rule: str, rank_poo
     check_cells(rank_pools, cells(rule, REST, steps=STEPS, dropout=0.1))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("network", wide_except(["dense", "experts"], ["dense"]))
 @pytest.mark.parametrize("rule", wide_except(RULES, ["adafactor"]))
 def test_a_training_goes_on_under_another_layout(

@@ -59,6 +59,7 @@ def rows() -> list[Row]:
     return covering_array(FACTORS, runs, candidates=4, seed=7)
 
 
+@pytest.mark.wide_except("2")
 @pytest.mark.parametrize("number", wide_except(range(len(FEW)), [0, 2, 4]))
 def test_one_step_is_the_oracles(number: int, rank_pools: RankPools) -> None:
     cell = Cell(**FEW[number])
@@ -76,6 +77,7 @@ def test_one_step_is_the_oracles_on_pairs_of_factors(rank_pools: RankPools) -> N
             assert_as_expected(cell, result)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("gemma", marks=pytest.mark.wide)])
 @pytest.mark.parametrize("parts", [5, *(pytest.param(number, marks=pytest.mark.wide) for number in (2, 3, 12))])
 def test_a_step_differs_from_one_without_parts_by_rounding(family: str, parts: int, rank_pools: RankPools) -> None:

@@ -75,10 +75,12 @@ def test_experts_over_more_ranks_than_the_other_layers(rank_pools: RankPools) ->
     assert_as_expected(cell, result)
 
 
+@pytest.mark.wide
 def test_every_pair_of_factors_meets() -> None:
     assert not uncovered(FACTORS, valid, ROWS)
 
 
+@pytest.mark.wide_except("13")
 @pytest.mark.parametrize("number", wide_except(range(len(ROWS)), IN_MAKE_TEST))
 def test_the_training_is_that_of_equal_shares(number: int, rank_pools: RankPools) -> None:
     cell = cell_of(ROWS[number])

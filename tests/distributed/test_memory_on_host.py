@@ -64,6 +64,7 @@ def measured(flags: str) -> tuple[Memory, int, list[int], dict[str, object]]:
     return measured_memory(trainer, task), *expected, shards, task.summary(trainer)  # type: ignore[return-value]
 
 
+@pytest.mark.wide_except("1")
 @pytest.mark.parametrize("part", range(2))
 def test_bytes_are_those_of_the_formula(part: int, rank_pools: RankPools) -> None:
     for zero, precision, fraction in CASES[part::2]:

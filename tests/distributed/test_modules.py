@@ -188,6 +188,7 @@ FEW = (
 )
 
 
+@pytest.mark.wide_except("tied over two of three", "images on two ranks", "images, whole parameters gathered")
 @pytest.mark.parametrize("layout", wide_except(LAYOUTS, FEW))
 def test_modules_train_as_a_plain_loop(layout: str, rank_pools: RankPools) -> None:
     ranks, arguments = LAYOUTS[layout]

@@ -220,6 +220,7 @@ def rank_of(cell: Cell, layer: int) -> int:
     return cell.world_size // cell.pp * (cell.stages.place(stage)[0] + 1) - 1
 
 
+@pytest.mark.wide_except("pp 2, zb-v")
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.wide] * (n in WIDE)) for n in LAYOUTS])
 def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
@@ -265,6 +266,7 @@ def told(rank_pools: RankPools, cell: Cell, *faults: Fault) -> list[str]:
 WATCHED = ". It was run once more to find the cause: "
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", wide_except(["float64", "float32", "bfloat16", "float16"], ["float32", "bfloat16"]))
 def test_nan_is_told_from_infinity_in_every_precision(dtype: str, rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 1}, dtype=dtype, micro_batch_size=2)
@@ -316,6 +318,7 @@ def test_a_weight_gradient_that_is_not_finite_is_told(schedule: str, rank_pools:
     assert text.endswith("Of the step's 4 micro-batches 4 are affected")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("zero", wide_except([0, 2], [2]))
 def test_sums_that_overflow_are_told_from_what_they_are_made_of(zero: int, rank_pools: RankPools) -> None:
     """Covers sums over micro-batches, sums over ranks, and the sum for the norm."""
@@ -366,6 +369,7 @@ def _graphs(cell: Cell, *faults: Fault) -> tuple[list[str], int, int]:
     return texts, before, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.wide
 def test_empty_slots_are_no_affected_micro_batches(rank_pools: RankPools) -> None:
     """Every forward of rank 0 fails: that of its micro-batch, and those of the two slots without samples."""
     cell = make_cell({"tp": 1, "dp": 2, "zero": 2}, shares=(1, 3), samples=4)

@@ -39,6 +39,7 @@ def tokens_after_the_first(outputs: Any, values: Values) -> tuple[Tensor, Tensor
     return values["tokens"].sum(), (values["tokens"] > 0).sum()
 
 
+@pytest.mark.wide
 def test_an_evaluation_of_parts_is_that_of_samples(rank_pools: RankPools) -> None:
     options = {"valid_dataset": EVALUATED, "metrics": {"share": share_correct, "tokens": tokens_after_the_first}}
     (wanted,) = rank_pools(1).run(evaluated, Cell("watched"), **options)
@@ -176,6 +177,7 @@ class Across(nn.Module):
 SEES_A_PART = "sees only this rank's part of a sequence with Layout"
 
 
+@pytest.mark.wide_except("attention", "norm over dp")
 @pytest.mark.parametrize(
     ("make", "told"),
     [

@@ -150,6 +150,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", wide_except(MESSAGES, ["no gradient"]))
 def test_a_gradient_that_a_message_cannot_have_is_refused(name: str, rank_pools: RankPools) -> None:
     declared, expected = MESSAGES[name]
@@ -225,6 +226,7 @@ def test_muon_is_refused_for_a_model_without_matrices(pp: int, rank_pools: RankP
         assert message == "the model has no matrix that Muon could update: choose megalite.AdamW"
 
 
+@pytest.mark.wide
 def test_patterns_that_name_nothing_are_refused(rank_pools: RankPools) -> None:
     (message,) = rank_pools(1).run(message_of, Cell("conv"), buffers={"*.running_men": "average"})
     assert message.startswith("no buffer is called *.running_men, for which there is a rule: there are 1.running_mean,")

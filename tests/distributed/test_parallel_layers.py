@@ -129,6 +129,7 @@ def test_parallel_layers_train_as_plain_torch_on_more_layouts(cell: Cell, rank_p
     check(rank_pools, cell)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [

@@ -93,6 +93,7 @@ def test_a_pipeline_gives_the_bits_of_a_loop(ranks: int, rank_pools: RankPools) 
         assert_tidy(case, found)
 
 
+@pytest.mark.wide
 def test_interleaved_on_two_ranks_without_overlap_is_right(rank_pools: RankPools) -> None:
     """If both neighbours of a rank are the same rank, messages in the two directions could be confused."""
     cases = [
@@ -104,6 +105,7 @@ def test_interleaved_on_two_ranks_without_overlap_is_right(rank_pools: RankPools
         assert_as_alone(case, expected, found)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", wide_except(ENDS, ["sum", "tanh", ENDS[-1], ENDS[-2]]))
 def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> None:
     """A stage's output is freed after it has arrived, unless the stage's backward reads it."""
@@ -226,6 +228,7 @@ def wide_step(ranks_seconds: list[float]) -> tuple[float, float]:
     return loss, layer.weight.grad[0, 0].item()
 
 
+@pytest.mark.wide
 def test_an_output_is_not_freed_while_a_slow_receiver_takes_it(rank_pools: RankPools) -> None:
     slow, quick = (rank_pools(2).run(wide_step, seconds) for seconds in ([0.0, 0.1], [0.0, 0.0]))
     assert slow == quick

@@ -145,6 +145,7 @@ def chosen_by_megatron(logits: Tensor, topk: int, training: bool) -> Tensor:
     return weights
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("std", "topk", "training"),
     [

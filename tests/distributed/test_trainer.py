@@ -109,6 +109,7 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
     return steps, evaluations, math.sqrt(sum(w.detach().square().sum().item() for w in weights.values()))
 
 
+@pytest.mark.wide_except("parts")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -202,6 +203,7 @@ def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
     assert told.startswith("ranks 1, 3: declares that a bucket of ")
 
 
+@pytest.mark.wide
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
     """Later steps drop the same elements, by the sample, as without evaluations."""
     (with_evaluations, found, _), (without, _, _) = run(DROPPING), run(DROPPING, evaluates=False)

@@ -89,6 +89,7 @@ def digests(ranks: list[OfRank]) -> list[list[bytes]]:
     return [[each.digest for each in rank.weights] for rank in ranks]
 
 
+@pytest.mark.wide_except("1:4:1-3")
 @pytest.mark.parametrize(("shares", "ranks"), [("3:1", 2), ("1:4:1", 3)])
 def test_a_run_is_that_of_one_rank(shares: str, ranks: int, rank_pools: RankPools) -> None:
     """Training and evaluations see the same samples, each once, whoever takes them."""
@@ -131,6 +132,7 @@ def test_measured_shares_change_at_saves_and_stand_in_the_checkpoint(tmp_path: P
     assert any("begins with new shares" in note for note in three[0].notes)
 
 
+@pytest.mark.wide
 def test_times_within_two_percent_change_nothing(tmp_path: Path, rank_pools: RankPools) -> None:
     flags = f"--data-parallel-shares auto --save {tmp_path} --save-interval 2"
     found = rank_pools(2).run(train, flags, 3, save_at=2, measured={0: 1.0, 1: 1.15})
@@ -161,6 +163,7 @@ def shares_after_real_steps() -> tuple[int, ...]:
     return tuple(getattr(trainer.shares, "shares", ()))
 
 
+@pytest.mark.wide
 def test_a_rank_that_is_really_slow_gets_less(rank_pools: RankPools) -> None:
     """50 ms are many times what this network takes, even on a busy machine."""
     first, second = rank_pools(2).run(shares_after_real_steps)
@@ -212,6 +215,7 @@ def own_model(
     return losses, found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stream", [False, True], ids=["places", "stream"])
 def test_data_of_ones_own_are_dealt(stream: bool, rank_pools: RankPools) -> None:
     (alone,) = rank_pools(1).run(own_model, None, stream=stream)
@@ -239,6 +243,7 @@ def refused(zero: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.wide
 def test_data_of_ones_own_have_no_empty_slots(rank_pools: RankPools) -> None:
     for message in rank_pools(2).run(refused, 2):
         assert "ranks 0 to 1 share collectives" in message

@@ -164,6 +164,7 @@ def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     assert any("--moe-expert-capacity-factor drops experts of tokens" in note for note in notes)
 
 
+@pytest.mark.wide
 def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None:
     flags = f"{DENSE} --train-iters 1"
     with pytest.raises(CheckpointError, match=r"of width 24, of which experts of width 12 .* --moe-ffn-hidden-size 24"):
@@ -185,6 +186,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
             begun(f"{flags} {more}")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), UPCYCLED])
 @pytest.mark.parametrize("tokenizer", ["--tokenizer-type NullTokenizer", "the folder's own"])
 def test_the_command_of_a_run_from_a_folder_continues_it(tmp_path: Path, more: str, tokenizer: str) -> None:

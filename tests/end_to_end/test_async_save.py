@@ -125,6 +125,7 @@ def test_a_failure_in_the_background_is_told_while_training_goes_on(
     assert_same_checkpoint(step(directory, 7), step(whole, 7))
 
 
+@pytest.mark.wide
 def test_the_last_save_is_not_tolerated_to_fail(faulty: Callable[..., Job], tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ["--train-iters", 4, "--save-interval", 3, "--tolerated-save-failures", 9]

@@ -346,6 +346,7 @@ def test_a_damaged_checkpoint(damage: Callable[[Path], None], place: Place, refu
     assert str(run) in refused(93, GENERATE, "--load", run, "--prompt", "1 2 3", world_size=1)
 
 
+@pytest.mark.wide
 def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
     run = place.copy_of_good()
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"  # a checkpoint needs twice that
@@ -380,6 +381,7 @@ def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refus
     assert not list((place.folder / "run").glob("iter_*"))
 
 
+@pytest.mark.wide
 def test_a_disk_that_fills_up_with_metrics(place: Place, refused: Refused) -> None:
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000)) if rank == 0 else None"
     message = refused(93, PRETRAIN, *MOCK, *SHORT, "--metrics-path", place.folder / "metrics.jsonl", before=limit)
@@ -404,6 +406,7 @@ FileFaults(Path({str(run)!r}), 0, fail_with(errno.EROFS), lasting=True).__enter_
     assert contents(run) == before
 
 
+@pytest.mark.wide
 def test_a_folder_that_the_ranks_do_not_share(place: Place, refused: Refused) -> None:
     """Each rank has its own disk, with a folder of the same name."""
     for rank in range(2):
@@ -419,6 +422,7 @@ os.chdir({str(place.folder)!r} + f"/{{rank}}")
     assert not (place.folder / "1" / "run").exists()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flag",
     ["--save", *(pytest.param(flag, marks=pytest.mark.wide) for flag in ("--metrics-path", "--tensorboard-dir"))],

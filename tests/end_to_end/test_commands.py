@@ -190,6 +190,7 @@ def train(spawn: Callable[..., Job], tmp_path: Path) -> Callable[..., str]:
 MOCK_LLAMA = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 31999")
 
 
+@pytest.mark.wide
 def test_gpt2_124m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     save = str(tmp_path / "run")
     out = train("gpt2_124m.sh", *TINY, "--vocab-size", "60", SAVE=save)
@@ -207,6 +208,7 @@ def test_llama_160m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> 
     assert "step 3/3" in train("llama_160m.yaml", *data, *TINY)
 
 
+@pytest.mark.wide
 def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     save, extra = str(tmp_path / "run"), shlex.join([*TINY, *words("--num-query-groups 2 --kv-channels 8")])
     out = train("megatron_style.sh", save, EXTRA_FLAGS=extra)
@@ -219,6 +221,7 @@ def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path)
     assert "step 3/3" in train("megatron_style.sh", f"{save}-data", *data, EXTRA_FLAGS=f"{extra} --split 90,10,0")
 
 
+@pytest.mark.wide
 def test_large_batch(train: Callable[..., str], tmp_path: Path) -> None:
     """The rate is that of a batch of 8, times 2."""
     with IndexedDatasetWriter(str(tmp_path / "bytes_text_document"), np.uint16, ByteTokenizer().identity()) as writer:
@@ -246,6 +249,7 @@ def tokens(vocabulary: int) -> list[str]:
     return words(f"--mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary - 1}")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name == "qwen1.5_moe_a2.7b.yaml" else pytest.mark.wide) for name in WITH_EXPERTS],
@@ -266,6 +270,7 @@ def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: s
     assert "2 layers have 4 experts" in out
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "arguments", "millions"),
     [

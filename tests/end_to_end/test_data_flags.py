@@ -40,12 +40,14 @@ def test_the_test_set_is_read_once_at_the_end(corpus: Path, run: Run, tmp_path: 
     assert "test at step 5 | loss" in ended.stdout
 
 
+@pytest.mark.wide
 def test_a_run_that_stops_before_its_end_is_not_tested(corpus: Path, run: Run, tmp_path: Path) -> None:
     flags = (*EVALUATED, "--save", tmp_path / "run", "--exit-interval", 3, "--split", "80,10,10")
     run(*flags, data=(*NULL, "--data-path", corpus), expected=85)
     assert not any("test_loss" in line for line in metrics(tmp_path / "run"))
 
 
+@pytest.mark.wide
 def test_every_form_of_the_same_paths_is_the_same_run(corpus: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "blend").write_text(f"1 {corpus} 2 {corpus}")
     (tmp_path / "each").write_text(json.dumps({"train": ["1", str(corpus), "2", str(corpus)]}))
@@ -104,6 +106,7 @@ def test_the_batch_grows_alike_through_a_resume_on_other_ranks(
         assert ours["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-9)
 
 
+@pytest.mark.wide
 def test_another_batch_size_trains_on_as_many_samples(run: Run, tmp_path: Path) -> None:
     course = (*GPT2, "--train-samples", 40, "--save", tmp_path / "run", "--save-interval", 100)
     run(*course, "--exit-interval", 3, expected=85)
@@ -140,6 +143,7 @@ def test_conversations_train(run: Run, tmp_path: Path) -> None:
     assert {"valid_loss", "test_loss"} <= {key for line in metrics(tmp_path / "run") for key in line}
 
 
+@pytest.mark.wide
 def test_documents_to_fill_in_train(run: Run, tmp_path: Path) -> None:
     marks = zip(("prefix", "middle", "suffix", "pad"), range(56, 60), strict=True)
     flags = [word for name, token in marks for word in (f"--fim-{name}-token", token)]
@@ -164,6 +168,7 @@ def test_a_schedule_may_begin_with_fewer_ranks(run: Run, tmp_path: Path) -> None
     assert [line["consumed_samples"] for line in metrics(tmp_path / "run")] == [2, 4, 12, 20, 28]
 
 
+@pytest.mark.wide
 def test_an_evaluation_has_batches_of_its_own_size(run: Run, tmp_path: Path) -> None:
     """Six batches of 4 samples are the samples of two batches of 12."""
     course = (*GPT2, *NO_DROPOUT, "--fp64", "--train-iters", 2, "--eval-interval", 1)

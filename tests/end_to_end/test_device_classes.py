@@ -41,6 +41,7 @@ def figure(text: str, name: str) -> float:
     return float(found[1].replace(",", "")) * {"B": 1, "KiB": 2**10, "MiB": 2**20}.get(found[2], 2**10)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["pp2"]))
 @pytest.mark.parametrize("own", wide_except([0, 1], [1]))
 def test_a_class_may_recompute_and_offload(layout: str, own: int, run: Run, tmp_path: Path) -> None:

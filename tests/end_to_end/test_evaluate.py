@@ -65,6 +65,7 @@ def alone(run: Path, output: Path, *flags: object) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.wide_except("7-1")
 @pytest.mark.parametrize(("length", "stride"), [(None, None), (16, 5), (7, 1), (64, 64)])
 def test_the_figures_are_the_oracles_whatever_the_windows(
     length: int | None, stride: int | None, byte_llama: Path, texts: Path, tmp_path: Path
@@ -111,6 +112,7 @@ def test_a_hugging_face_folder_has_the_figures_of_what_it_was_made_from(
     assert_oracles(figures, LLAMA, byte_llama, TRAINED, TRAINED)
 
 
+@pytest.mark.wide
 def test_batches_change_nothing(byte_llama: Path, texts: Path, tmp_path: Path) -> None:
     def loss(size: int) -> float:
         flags = ["--text", texts / "text.jsonl", "--stride", 3, "--micro-batch-size", size]
@@ -144,6 +146,7 @@ def test_every_layout_finds_the_same(
     assert line.split()[:4] == [str(texts / "text.jsonl"), "4", "64", f"{results['data'][0]['loss']:.5f}"]
 
 
+@pytest.mark.wide
 def test_learned_positions(run: Run, texts: Path, tmp_path: Path) -> None:
     run(*GPT2, "--fp64", "--train-iters", 1, "--save", tmp_path / "run", data=BYTES)
     (figures,) = alone(tmp_path / "run", tmp_path / "o", "--text", texts / "text.jsonl", "--seq-length", 32)

@@ -284,6 +284,7 @@ def test_rank_0_is_named_and_killed_where_it_is_suspended_before_the_first_step(
     campaign.disturb(Fault(phase, 0, 0, "stop"))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])
 def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")

@@ -63,6 +63,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.wide_except("torchrun, after a node has joined", "srun, a task of each node", "Open MPI")
 @pytest.mark.parametrize(
     "launcher",
     [

@@ -89,6 +89,7 @@ def test_a_killed_program_goes_on_from_its_last_checkpoint(program: Start, tmp_p
     assert_goes_on(directory, program, ZERO3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("before", "after"),
     [((4, ("--zero", 2)), (1, ())), pytest.param((2, TWO_STAGES), (2, ZERO3), marks=pytest.mark.wide)],
@@ -132,6 +133,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("what", wide_except(ERRORS, ["point"]))
 def test_an_error_is_reported_once_with_its_code(what: str, program: Start, tmp_path: Path) -> None:
     arguments, code, message = ERRORS[what]

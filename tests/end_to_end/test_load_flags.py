@@ -75,6 +75,7 @@ def test_a_run_falls_back_over_damage_that_one_rank_sees_and_is_the_run_unbroken
         assert_same_checkpoint(step(copy, number), step(whole, number))
 
 
+@pytest.mark.wide
 def test_a_finished_run_whose_end_is_damaged_is_finished_again(run: Run, whole: Path, copy: Path) -> None:
     (step(copy, 4) / "manifest.json").unlink()
     out = run(*CONSTANT, "--train-iters", STEPS, "--save", copy, "--load", copy, world_size=2).stdout
@@ -82,6 +83,7 @@ def test_a_finished_run_whose_end_is_damaged_is_finished_again(run: Run, whole: 
     assert_same_checkpoint(step(copy, 4), step(whole, 4))
 
 
+@pytest.mark.wide
 def test_nothing_begins_anew_where_all_are_damaged(run: Run, copy: Path) -> None:
     for number in range(1, STEPS + 1):
         flip_a_bit(step(copy, number) / "rank_00000.safetensors")
@@ -93,6 +95,7 @@ def test_nothing_begins_anew_where_all_are_damaged(run: Run, copy: Path) -> None
     assert contents(copy) == before
 
 
+@pytest.mark.wide
 def test_ckpt_step_goes_back_and_leaves_what_was_beyond(run: Run, whole: Path, copy: Path, tmp_path: Path) -> None:
     flags = [*CONSTANT, "--train-iters", 3, "--load", copy, "--ckpt-step"]
     assert f"continues from {step(copy, 2)}" in run(*flags, 2, "--save", tmp_path / "other", world_size=2).stdout
@@ -136,6 +139,7 @@ def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Ru
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.wide
 def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, tmp_path: Path) -> None:
     new = [*CONSTANT, "--train-iters", 2, "--load", whole, "--finetune", "--save", tmp_path / "new", "--resume", "auto"]
     out = run(*new, "--lr", 0, "--exit-interval", 1, expected=85).stdout
@@ -151,6 +155,7 @@ def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, 
     assert iterations(tmp_path / "new") == [1, 2]
 
 
+@pytest.mark.wide
 def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run(*CONSTANT, "--train-iters", 2, "--save", first, "--no-save-optim", "--no-save-rng")
@@ -181,6 +186,7 @@ def test_a_checkpoint_says_what_the_schedule_is(run: Run, tmp_path: Path) -> Non
     assert [line["lm_loss"] for line in found] == [line["lm_loss"] for line in expected]
 
 
+@pytest.mark.wide
 def test_a_checkpoint_says_what_the_model_is(run: Run, start: Start, copy: Path) -> None:
     course = words("--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0")
     flags = [*course, "--lr-decay-style", "constant", "--train-iters", 5, "--load", copy, "--save", copy]
@@ -195,6 +201,7 @@ def test_a_checkpoint_says_what_the_model_is(run: Run, start: Start, copy: Path)
     assert f"--load {copy / 'none'} is no folder; there are some in {copy}" in error
 
 
+@pytest.mark.wide
 def test_another_precision_loads_by_its_flag_alone(run: Run, whole: Path, tmp_path: Path) -> None:
     flags = [*CONSTANT, "--train-iters", 5, "--load", whole, "--save", tmp_path / "new", "--bf16"]
     run(*flags, expected=93)
@@ -206,6 +213,7 @@ def test_another_precision_loads_by_its_flag_alone(run: Run, whole: Path, tmp_pa
 # ------------------------------------------------------------------------------------------------------ keeping
 
 
+@pytest.mark.wide
 def test_only_every_kth_and_the_newest_two_are_kept(run: Run, tmp_path: Path) -> None:
     run(*CONSTANT, "--train-iters", 7, "--save", tmp_path / "run", *EACH, "--save-retain-interval", 3)
     kept = sorted(path.name for path in (tmp_path / "run").glob("iter_*"))

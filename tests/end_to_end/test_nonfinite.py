@@ -89,6 +89,7 @@ def test_a_run_that_has_diverged_tells_where_it_last_did(run_spoiled: SpoiledRun
     assert "Of the step's 2 micro-batches 1 are affected" in last
 
 
+@pytest.mark.wide
 def test_the_search_for_a_loss_scale_is_not_looked_into(run_spoiled: SpoiledRun, tmp_path: Path) -> None:
     flags = words(f"--train-iters 12 --fp16 --initial-loss-scale {2.0**24} --hysteresis 1")
     end = run_spoiled(*flags, "--save", tmp_path / "run", samples="-2 -1", world_size=1)

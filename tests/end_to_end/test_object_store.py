@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.runs import FAMILIES, Run, Start, assert_same_checkpoint, iterations, latest_iteration, metrics
 from tests.harness.object_store import ObjectStore
 from tests.harness.tool import run_tool
@@ -42,6 +44,7 @@ def test_a_run_is_saved_to_a_url_and_goes_on_from_it(run: Run, tmp_path: Path) -
     assert "every byte is as it was written" in found.stdout
 
 
+@pytest.mark.wide
 def test_a_killed_run_goes_on_and_its_metrics_are_there(start: Start, run: Run, tmp_path: Path) -> None:
     flags = (*FAMILIES["gpt2"], "--train-iters", 10_000, "--save", f"{ObjectStore.protocol}://{tmp_path}/run")
     job = start(*flags, "--save-interval", 2)

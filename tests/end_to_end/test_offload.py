@@ -35,6 +35,7 @@ def step(directory: Path, number: int) -> Path:
     return directory / f"iter_{number:07d}"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("fraction", wide_except(["0.3", "1"], ["0.3"]))
 @pytest.mark.parametrize("kept", wide_except(["bf16", "remainders", "fp32"], ["bf16"]))
 def test_foreign_weights_take_the_first_step_that_they_take_without_offloading(
@@ -51,6 +52,7 @@ def test_foreign_weights_take_the_first_step_that_they_take_without_offloading(
         assert_bits_equal(values, expected[tensor], tensor)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("manner", wide_except(["--finetune", "--no-load-optim", ""], ["--no-load-optim"]))
 def test_a_resumed_run_may_offload_another_share(manner: str, run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--bf16", "--train-iters", 4, "--lr-decay-style", "constant"]

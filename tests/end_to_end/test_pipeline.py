@@ -138,6 +138,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("flags", "world_size", "stages"),
     [
@@ -184,6 +185,7 @@ def test_a_time_line_changes_nothing_else_and_one_of_a_step_that_has_gone_by_is_
     assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
 
 
+@pytest.mark.wide
 def test_a_time_line_that_cannot_be_written_is_told_and_training_goes_on(run: Run, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (directory / "pipeline_step_000001.html").mkdir(parents=True)

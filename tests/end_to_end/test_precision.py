@@ -19,6 +19,7 @@ def train(run: Run, directory: Path, flags: str, world_size: int = 1) -> Path:
     return directory
 
 
+@pytest.mark.wide
 def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
     """Use plain SGD, whose updates change if a scale is left in gradients; 1 % is the tolerance for fp16's 11 bits."""
     exact = losses(train(run, tmp_path / "fp32", "--lr 0.1"))
@@ -71,6 +72,7 @@ def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path:
         assert losses(train(run, tmp_path / "four", instances, world_size=4)) == pytest.approx(alone, rel=1e-10)
 
 
+@pytest.mark.wide
 def test_norms_and_zeros_are_recorded_on_request(run: Run, tmp_path: Path) -> None:
     """The values are the same on any layout."""
     flags = "--fp64 --global-batch-size 8 --log-params-norm --log-num-zeros-in-grad --lr 0.1"

@@ -21,6 +21,7 @@ def names(path: Path) -> list[str]:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("place", ["--save", pytest.param("--tensorboard-dir", marks=pytest.mark.wide)])
 def test_chosen_steps_of_chosen_ranks_are_traced_by_flags(place: str, run: Run, tmp_path: Path) -> None:
     flags = ["--profile-ranks", 0, 1, "--pytorch-profiler-collect-shapes", place, tmp_path]
@@ -80,6 +81,7 @@ def test_a_profile_changes_nothing_and_one_that_cannot_be_written_is_told(run: R
     assert losses(profiled) == losses(plain)
 
 
+@pytest.mark.wide
 def test_steps_that_have_gone_by_are_told(run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path, "--resume", "auto"]
     run(*flags, "--train-iters", 3)
@@ -88,6 +90,7 @@ def test_steps_that_have_gone_by_are_told(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "profile").exists()
 
 
+@pytest.mark.wide
 def test_a_run_that_ends_within_a_profile_ends_as_any_other(run: Run, tmp_path: Path) -> None:
     flags = [*BY_TORCH, "--profile-step-end", 9, "--exit-interval", 4, "--train-iters", 9, "--save", tmp_path]
     assert "stopped after step 4" in run(*GPT2, *flags, expected=85).stdout

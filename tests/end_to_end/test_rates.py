@@ -25,6 +25,7 @@ def weights(directory: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: values for name, values in tensors.items() if name.startswith("model/")}
 
 
+@pytest.mark.wide_except("gpt2---tp 2")
 @pytest.mark.parametrize(
     ("family", "layout"), [("gpt2", "--tp 2"), ("llama", "--data-parallel-sharding-strategy optim")]
 )
@@ -55,6 +56,7 @@ def test_weight_decay_is_that_of_the_step(run: Run, tmp_path: Path) -> None:
         assert torch.equal(values, plain[name]) == (decay == 0.0), name
 
 
+@pytest.mark.wide
 def test_noam_and_a_scaling_rule_through_a_resume(run: Run, tmp_path: Path) -> None:
     scaling = "--lr-scaling-rule sqrt --lr-scaling-base-batch-size 1"
     course = (*FAMILIES["gpt2"], "--train-iters", 6, "--save", tmp_path, "--lr", 0.2, "--lr-decay-style", "noam")

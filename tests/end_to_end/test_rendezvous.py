@@ -258,6 +258,7 @@ def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.wide
 def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path: Path) -> None:
     fault = Fault("connected", 0, 0, "kill")
     environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path), "LAUNCHER_SECONDS": "0.5"}

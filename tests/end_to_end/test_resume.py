@@ -131,6 +131,7 @@ def assert_close_runs(directory: Path, expected: Path) -> None:
             assert math.isclose(line[figure], wanted[figure], rel_tol=1e-10), (line["iteration"], figure)
 
 
+@pytest.mark.wide
 def test_load_continues_into_another_folder_and_prefers_what_was_saved_there(run: Run, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     gpt2 = FAMILIES["gpt2"]

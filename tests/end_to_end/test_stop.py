@@ -95,6 +95,7 @@ def test_a_file_stops_the_run_and_one_from_before_does_not(start: Start, run: Ru
     assert not (directory / "STOP").exists()
 
 
+@pytest.mark.wide
 def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) -> None:
     job = start(*ENDLESS, "--train-iters", 10000, "--save", tmp_path, world_size=2)
     wait_for_step(job, 2)
@@ -239,6 +240,7 @@ def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Jo
         assert job.stderr(0) == ("error: interrupted\n" if number == signal.SIGINT else "")
 
 
+@pytest.mark.wide
 def test_the_exit_interval_counts_on_over_starts(run: Run, tmp_path: Path) -> None:
     flags = [*LLAMA, "--train-iters", 5, "--exit-interval", 2, "--save", tmp_path, "--resume", "auto"]
     for last, code in ((2, 85), (4, 85), (5, 0)):
@@ -248,6 +250,7 @@ def test_the_exit_interval_counts_on_over_starts(run: Run, tmp_path: Path) -> No
     assert iterations(tmp_path) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.wide
 def test_the_exit_duration_ends_the_run_on_all_ranks(run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--train-iters", 100000, "--save", tmp_path, "--exit-duration-in-mins", 0.001]
     run(*flags, world_size=2, expected=85)
@@ -261,6 +264,7 @@ def test_without_save_a_stop_does_not_promise_to_continue(run: Run) -> None:
     assert "--resume" not in out
 
 
+@pytest.mark.wide
 def test_a_finished_run_is_done_at_once_and_goes_on_with_more_steps(run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path / "s", "--resume", "auto"]
     run(*flags, "--train-iters", 2)
@@ -345,6 +349,7 @@ def test_signals_that_come_while_a_checkpoint_is_saved_break_nothing(
     saved_tensors(tmp_path / "run" / f"iter_{last:07d}")
 
 
+@pytest.mark.wide
 def test_figures_and_progress_that_are_asked_for(run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path, "--resume", "auto", "--log-progress"]
     more = ["--eval-iters", 1, "--eval-interval", 2, "--log-validation-ppl-to-tensorboard"]

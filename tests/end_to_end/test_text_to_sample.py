@@ -131,6 +131,7 @@ def test_the_tokenizer_may_have_moved(trained: Path, corpus: Path, spawn: Spawn,
 # ---------------------------------------------------------------------------------------------------- validation
 
 
+@pytest.mark.wide
 def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
     trained: Path, corpus: Path, data: list[str], run: Run, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
 # ---------------------------------------------------------------------------------------------------- the config
 
 
+@pytest.mark.wide
 def test_the_saved_configuration_runs_again_to_the_same_bits(data: list[str], run: Run, tmp_path: Path) -> None:
     flags = [*LLAMA, "--tp", 2, "--train-iters", 3, "--eval-iters", 1, "--eval-interval", 2, "--weight-decay", 0.1]
     run(*flags, "--lr-warmup-fraction", 0.5, "--save", tmp_path / "one", data=data, world_size=2)

@@ -84,6 +84,7 @@ def test_a_command_trains_outside_a_clone(programs: Path, tmp_path: Path) -> Non
     assert iterations(tmp_path / "run") == [1, 2]
 
 
+@pytest.mark.wide
 def test_a_command_ends_with_the_codes_of_its_script(programs: Path, tmp_path: Path) -> None:
     wrong = run(programs / "megalite-pretrain", "--hiden-size", 16, directory=tmp_path)
     assert wrong.returncode == 64

@@ -43,6 +43,7 @@ def test_a_sum_is_rounded_once(elements: int) -> None:
     assert sums(numbers) == [float(sum(map(Fraction, numbers.tolist()), Fraction()))]
 
 
+@pytest.mark.wide
 def test_each_tensor_has_its_sum_whatever_the_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = close(5 * TILE), close(100), torch.zeros(0, dtype=torch.float64), drawn(30)
     whole = sums(*numbers)

@@ -133,6 +133,7 @@ def test_an_unknown_choice_is_refused() -> None:
         Kernels("cuda")
 
 
+@pytest.mark.wide
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = (
         "import sys, torch, pretrain_gpt, megalite_kernels.cases as cases; cases.norm(torch.ones(2, 8), "

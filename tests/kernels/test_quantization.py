@@ -123,6 +123,7 @@ def test_fp8_is_torchs(format: torch.dtype) -> None:
     assert bits(codes) == bits(blocks.flatten().to(format))
 
 
+@pytest.mark.wide
 @ROUNDINGS
 @ALL_FORMATS
 def test_what_was_quantized_keeps_its_codes_and_scales(format: torch.dtype, seed: int | None) -> None:

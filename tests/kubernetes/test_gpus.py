@@ -162,6 +162,7 @@ def test_the_manifest_starts_a_rank_for_each_gpu_of_each_pod() -> None:
     assert made.container["args"][:2] == [f"--nnodes={len(made.names)}", f"--nproc-per-node={gpus}"]
 
 
+@pytest.mark.wide_except('echo 93 >"$MEGALITE_EXIT_FILE"; exit 1-93')
 @pytest.mark.parametrize(
     ("torchrun_does", "code"),
     [

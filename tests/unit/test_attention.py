@@ -93,6 +93,7 @@ def test_attention_in_blocks_is_the_dense_one(
     assert graphs["unique_graphs"] == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("groups", "cap"), [(4, None), pytest.param(2, 2.0, marks=pytest.mark.wide)])
 def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
     """Its gradient is compared, too."""
@@ -135,6 +136,7 @@ def _noted(given: list[Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
+@pytest.mark.wide_except("recompute2")
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -216,6 +218,7 @@ MASKS = [(True, None), (False, 200), (True, 100), (False, None)]
 RUNS = [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("runs", "documents", "window"),
     [

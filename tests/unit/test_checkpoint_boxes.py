@@ -178,6 +178,7 @@ def test_many_boxes_are_told_at_once(boxes: list[Box], shape: tuple[int, ...]) -
     assert time.process_time() - started < 20
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("boxes", [spiral(8000), wheels(8000), wheels(33)])
 def test_many_boxes_that_interlock_are_refused(boxes: list[Box]) -> None:
     side = max(box.offset[0] + box.size[0] for box in boxes)

@@ -92,6 +92,7 @@ CASES = [
 FEW = (("synchronous", AGAIN, "the disk stays full"), ("asynchronous", AGAIN, "EIO"))
 
 
+@pytest.mark.wide_except("asynchronous-saved3-EIO")
 @pytest.mark.parametrize(
     ("kind", "saved", "fault"),
     [
@@ -115,6 +116,7 @@ def test_the_file_is_named(run: SavedRun, tmp_path: Path, kind: str) -> None:
         assert faults.operations[at].path in message
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind != "asynchronous")) for kind in KINDS]
 )

@@ -376,6 +376,7 @@ def compared(a: Path, b: Path, names: list[str] | None = None) -> Comparison:
     return found
 
 
+@pytest.mark.wide
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_values_are_compared_whatever_cuts_saved_them(

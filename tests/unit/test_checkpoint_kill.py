@@ -122,6 +122,7 @@ def check(folder: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: s
     assert seen == {before, saved} if fault is not kill_midway else before in seen
 
 
+@pytest.mark.wide_except("start0-kill_midway-synchronous")
 @pytest.mark.parametrize(
     ("start", "fault", "kind"),
     [*CASES[1:3], *(pytest.param(*case, marks=pytest.mark.wide) for case in (CASES[0], CASES[3], *WIDE))],
@@ -247,6 +248,7 @@ def load_beside_two_jobs(directory: Path, kind: str) -> int:
     return loads
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", wide_except(KINDS, ["synchronous"]))
 def test_two_jobs_where_no_lock_keeps_them_apart_cause_no_wrong_load(tmp_path: Path, kind: str) -> None:
     assert in_clean_process(load_beside_two_jobs, tmp_path, kind) > 0

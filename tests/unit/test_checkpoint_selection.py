@@ -180,6 +180,7 @@ def masters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [part.state.get("master", part.values).clone() for part in optimizer.slices()]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("optimizer", "state"),
     [

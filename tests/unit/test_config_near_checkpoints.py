@@ -94,6 +94,7 @@ def test_odd_paths_are_refused_alike(tmp_path: Path) -> None:
             require_checkpoint(str(load))
 
 
+@pytest.mark.wide_except("pretrain")
 @pytest.mark.parametrize("command", ["pretrain", "generate", "evaluate", "reshard"])
 def test_the_answer_needs_no_torch(command: str, runs: Path) -> None:
     flags = {

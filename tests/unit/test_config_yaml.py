@@ -144,6 +144,7 @@ def test_a_file_that_is_no_mapping_or_lacks_fields_is_refused() -> None:
 LAUGHS = "laughs:\n" + "\n".join(f"- &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 'ha'}]" for n in range(10))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("text", "message"),
     [

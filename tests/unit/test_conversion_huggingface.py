@@ -184,6 +184,7 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_experts_that_are_one_tensor_are_read(folders: Path, name: str, tmp_path: Path) -> None:
     theirs.save(tmp_path / "fused", name, save_original_format=False)
@@ -200,6 +201,7 @@ FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 66 --num-laye
     --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"""
 
 
+@pytest.mark.wide
 def test_loads_that_a_loss_remembers_begin_anew_and_stay_behind(folders: Path, tmp_path: Path) -> None:
     config = resolve(parse_arguments([*FLAGS.split(), "--save", str(tmp_path / "run")]).config, 1)
     trainer = gpt_trainer(config, open_data(config), ParallelMesh(), tmp_path / "run")
@@ -214,6 +216,7 @@ def test_loads_that_a_loss_remembers_begin_anew_and_stay_behind(folders: Path, t
     assert write_out(open_megalite(tmp_path / "run"), tmp_path / "out").name == "mixtral"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("form", ["per expert", "fused"])
 def test_layers_that_predict_further_tokens_are_left_out_with_a_note(folders: Path, tmp_path: Path, form: str) -> None:
     source = folders / "glm4-moe"
@@ -237,6 +240,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_note(folders: Pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 def test_the_bias_of_the_choice_stays_precise(folders: Path, tmp_path: Path, saved: torch.dtype) -> None:
     name = "model.layers.2.mlp.gate.e_score_correction_bias"
@@ -335,6 +339,7 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
+@pytest.mark.wide_except("gemma2")
 @pytest.mark.parametrize(
     "name",
     [

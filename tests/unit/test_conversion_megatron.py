@@ -249,6 +249,7 @@ def test_a_folder_is_a_release_that_appears_whole(tmp_path: Path, monkeypatch: p
         write(opened, tmp_path)
 
 
+@pytest.mark.wide
 def test_a_stacked_tensor_saved_in_one_chunk_is_read_by_layers(tmp_path: Path) -> None:
     """Read such a tensor, as tools write it that do not know Megatron-LM."""
     opened = random_model(LLAMA)
@@ -273,6 +274,7 @@ def save_in_halves(path: Path, folder: Path) -> None:
     dcp.save(state, checkpoint_id=folder)
 
 
+@pytest.mark.wide
 def test_each_stage_may_have_saved_several_layers_in_one_chunk(rank_pools: RankPools, tmp_path: Path) -> None:
     opened = random_model(replace(LLAMA, num_layers=4))
     folder = write(opened, tmp_path)

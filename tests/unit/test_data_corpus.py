@@ -111,6 +111,7 @@ def test_a_line_beyond_the_limit_is_named(tmp_path: Path, monkeypatch: pytest.Mo
             list(read_chunks([str(path)], ["text"]))
 
 
+@pytest.mark.wide
 def test_zstd_that_unpacks_to_a_thousand_times_its_size_takes_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl.zst"
     text = bytes([ord("x")]) * (1 << 20)

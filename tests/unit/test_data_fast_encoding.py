@@ -112,6 +112,7 @@ TEXTS = st.lists(TEXT, max_size=4)
 EXAMPLE = ["e\u0301", "\u212b \u2126", "\U00040000", "\u0378", "a" * 300, " " * 70 + "x"]
 
 
+@pytest.mark.wide_except("normalized")
 @settings(deadline=None, max_examples=12)
 @given(texts=TEXTS)
 @example(texts=EXAMPLE)
@@ -164,6 +165,7 @@ def check_many_spaces(fast: FastByteLevelBPE) -> None:
     assert len(*fast.encode_documents([" " * 1_000_000])) > 0
 
 
+@pytest.mark.wide
 def test_a_million_spaces_are_no_matter() -> None:
     check_many_spaces(FastByteLevelBPE(VOCABULARIES["GPT-2's words"](), add_special_tokens=True))
 
@@ -221,6 +223,7 @@ def crafted(merges: list[tuple[str, str]], ignore_merges: bool = False) -> Any:
     return tokenizer
 
 
+@pytest.mark.wide
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_merges_that_no_training_makes_are_the_same_or_refused(data: st.DataObject) -> None:

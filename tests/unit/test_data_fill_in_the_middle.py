@@ -69,6 +69,7 @@ def restored(tokens: list[int]) -> str:
 TEXTS = st.lists(st.text("abcé", min_size=1, max_size=12), min_size=1, max_size=4)
 
 
+@pytest.mark.wide
 @settings(deadline=None)
 @given(TEXTS, st.sampled_from([0.0, 0.5, 1.0]), st.integers(0, 2**32 - 1))
 def test_every_character_comes_back_in_its_document(texts: list[str], spm_rate: float, seed: int) -> None:

@@ -409,6 +409,7 @@ class OtherBytes(ByteTokenizer):
         return {"type": "OtherBytes"}
 
 
+@pytest.mark.wide
 def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
     source = (
         "{{ bos_token }}{% for m in messages %}{{ m.role }}X{{ m.content }}{% endfor %}{% if add_generation_prompt %}"

@@ -126,6 +126,7 @@ def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+@pytest.mark.wide
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     arguments = ("--input", source, "--output-prefix", tmp_path / "c", "--log-interval", 100)
@@ -209,6 +210,7 @@ def test_a_line_that_is_wrong_is_named_and_nothing_is_left(
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.wide
 def test_an_error_leaves_earlier_files(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     out = tmp_path / "out"
@@ -254,6 +256,7 @@ def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
     assert not out.exists()
 
 
+@pytest.mark.wide
 def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
@@ -266,6 +269,7 @@ def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)])
 def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, number: signal.Signals) -> None:
     """The input is a pipe that stays open, so that the command is in the middle when the signal comes."""
@@ -288,6 +292,7 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
     assert [path.name for path in out.iterdir()] == ["c.partial"]
 
 
+@pytest.mark.wide
 def test_a_worker_that_is_suspended_is_named_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker suspends itself, and is let go on after some lines."""
     monkeypatch.setattr(preprocessing, "PATIENCE", 0.2)
@@ -343,6 +348,7 @@ def test_workers_do_not_outlive_a_killed_parent(busy: subprocess.Popen[bytes]) -
         time.sleep(0.05)
 
 
+@pytest.mark.wide
 def test_nothing_in_shared_memory_outlives_a_killed_job(busy: subprocess.Popen[bytes]) -> None:
     """The helper process that would remove named segments is killed with the job."""
     children = Path(f"/proc/{busy.pid}/task/{busy.pid}/children").read_text().split()

@@ -70,6 +70,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 300)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("small_chunks")
 def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
@@ -133,6 +134,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, stop: int, prefix: Path, source: 
     return count > stop
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("left", wide_except(["nothing", "a part", "all but the names"], ["a part"]))
 def test_a_kill_at_every_step_of_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
@@ -320,6 +322,7 @@ def test_a_bad_line_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.wide
 def test_a_full_disk_then_a_freed_one(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk."""
     source = write_corpus(tmp_path / "corpus.jsonl", 1_500, 400)
@@ -341,6 +344,7 @@ def test_a_full_disk_then_a_freed_one(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+@pytest.mark.wide
 def test_a_worker_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> None:
     pipe = tmp_path / "corpus.jsonl"
     os.mkfifo(pipe)

@@ -87,6 +87,7 @@ def test_templates_that_hide_answers_are_refused() -> None:
 CHATML_WITHOUT_A_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 
 
+@pytest.mark.wide
 def test_a_header_that_a_model_would_not_be_given_is_refused() -> None:
     why = r"does not write '<\|im_start\|>assistant' before an answer if add_generation_prompt asks for it"
     with pytest.raises(ValueError, match=why):
@@ -162,6 +163,7 @@ def _children() -> set[str]:
     return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
 
 
+@pytest.mark.wide
 def test_a_template_without_end_costs_one_record_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _children()
     monkeypatch.setattr("megalite.data.chat.RENDERING_SECONDS", 0.3)
@@ -377,6 +379,7 @@ def learned_of(
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["SentencePiece", "Hugging Face"])
 def test_the_tokens_are_those_of_the_whole_text(spaces_first: dict[str, Tokenizer], tmp_path: Path, kind: str) -> None:
     tokenizer = spaces_first[kind]

@@ -117,6 +117,7 @@ def test_what_ends_a_document_and_how_many_tokens_there_are(folder: Path) -> Non
     }
 
 
+@pytest.mark.wide
 def test_special_tokens_in_a_text_are_recognized_as_megatron_does(folder: Path) -> None:
     for form, end in (("tokenizer.json", END), ("GPT-2", END), ("ranks.json", "</s>"), ("ranks.tiktoken", END)):
         tokenizer = BUILDS[form](folder)
@@ -160,6 +161,7 @@ def test_gpt2_files_and_tokenizer_json_agree(folder: Path) -> None:
     assert both[0].encode(" radius Circle name") == both[1].encode(" radius Circle name")
 
 
+@pytest.mark.wide
 def test_a_template_goes_around_documents_and_not_around_texts(folder: Path, tmp_path: Path) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>", "</s>"])
@@ -332,6 +334,7 @@ def test_a_missing_library_is_named_with_what_installs_it(
         BUILDS[form](folder)
 
 
+@pytest.mark.wide
 def test_without_tiktoken_documents_go_the_slow_road_unless_the_fast_one_is_required(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +346,7 @@ def test_without_tiktoken_documents_go_the_slow_road_unless_the_fast_one_is_requ
         required.encode_documents([TEXT])
 
 
+@pytest.mark.wide_except("tokenizer.json", "ranks.tiktoken")
 @pytest.mark.parametrize("form", BUILDS)
 def test_the_command_writes_what_the_tokenizer_gives(folder: Path, tmp_path: Path, form: str) -> None:
     flags = {

@@ -154,6 +154,7 @@ def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     assert "has documents 0 to 2" in missing.stderr
 
 
+@pytest.mark.wide
 def test_a_document_of_a_tiktoken_vocabulary_with_flags_of_its_own(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks.tiktoken"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
@@ -204,6 +205,7 @@ def test_damage_that_opening_does_not_see(tmp_path: Path) -> None:
         verify(IndexedDataset(tmp_path / "a"))
 
 
+@pytest.mark.wide
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), cut=st.integers(0, 60))
 def test_statistics_are_those_of_the_sorted_lengths(lengths: list[int], cut: int) -> None:
     blocks = [np.array(lengths[:cut], np.int32), np.array(lengths[cut:], np.int32)]
@@ -220,6 +222,7 @@ def test_statistics_of_nothing() -> None:
     assert length_statistics([]).longest == 0
 
 
+@pytest.mark.wide
 def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
     program = "from megalite.lifecycle.failure import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
     command = [sys.executable, "-c", program]
@@ -233,6 +236,7 @@ def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) ->
     tool.stderr.close()
 
 
+@pytest.mark.wide_except("(print(1), sys.exit(0))")
 @pytest.mark.parametrize("body", ["print(*range(10**5))", "print(1)", "(print(1), sys.exit(0))"])
 def test_a_full_disk_under_the_output_is_told(body: str) -> None:
     """It may be noticed while the program runs, at its end, or after --help."""

@@ -71,6 +71,7 @@ def test_a_document_that_fits_is_one_window() -> None:
     assert window.counted == 3
 
 
+@pytest.mark.wide
 @given(st.lists(st.integers(2, 9)), st.integers(1, 4))
 def test_batches_hold_every_window_once_alike_ones_together(lengths: list[int], size: int) -> None:
     windows = [Window(np.zeros(length), 1) for length in lengths]

@@ -148,6 +148,7 @@ def trained(data: list[tuple[Tensor, Tensor]], steps: int = STEPS, **options: An
     return all_of(module)
 
 
+@pytest.mark.wide_except("True")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_an_error_in_a_step_that_the_program_catches_leaves_no_trace(recompute: bool) -> None:
     wanted = trained(samples())
@@ -164,6 +165,7 @@ def test_an_error_in_a_step_that_the_program_catches_leaves_no_trace(recompute: 
     assert all_of(module) == wanted
 
 
+@pytest.mark.wide
 def test_what_is_saved_after_an_error_is_the_step_before(tmp_path: Path) -> None:
     """A step that raises is not saved by half when the program ends."""
     whole, first, second = (model(partial(nn.BatchNorm1d, WIDTH)) for _ in range(3))
@@ -182,6 +184,7 @@ def test_what_is_saved_after_an_error_is_the_step_before(tmp_path: Path) -> None
         assert torch.equal(second.state_dict()[name], tensor), name
 
 
+@pytest.mark.wide_except("disabled-False", "validate_results-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("search", ["disabled", "validate_results"])
 def test_a_skipped_step_leaves_no_trace(recompute: bool, search: str) -> None:
@@ -206,6 +209,7 @@ def test_statistics_are_those_of_plain_torch_without_the_skipped_step() -> None:
         torch.testing.assert_close(module.state_dict()[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
 
 
+@pytest.mark.wide
 def test_an_evaluation_and_the_measurement_of_memory_leave_no_trace() -> None:
     module = model()
     with run_of(module, samples(), valid_dataset=samples(bad=True), eval_interval=1) as run:
@@ -267,5 +271,6 @@ def trained_gpt(errors: int) -> list[Any]:
         return [random.getstate(), *(each.tolist() for each in (*changed, load, torch.get_rng_state()))]
 
 
+@pytest.mark.wide
 def test_an_error_in_a_loss_of_a_gpt_leaves_loads_and_random_numbers_as_they_were() -> None:
     assert trained_gpt(errors=2) == trained_gpt(errors=0)

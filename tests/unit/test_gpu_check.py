@@ -337,6 +337,7 @@ def test_layers_with_experts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert report.slow == ["experts: padded: the host waits 1 times in forward and 0 in backward"]
 
 
+@pytest.mark.wide
 def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Attention by parts is right here, too; other losses by one of the ways are wrong."""
     code, found = run(monkeypatch, tmp_path, {"context": gpu_check.check_context})

@@ -71,6 +71,7 @@ def weight_of(name: str, ours: dict[str, torch.nn.Parameter], shape: Shape) -> t
     return torch.cat([query, keys.flatten(0, 1), values.flatten(0, 1)])
 
 
+@pytest.mark.wide_except("1B")
 @pytest.mark.parametrize("shape", [LLAMA_1B, *LAYERS_OF_8B], ids=["1B", "8 layers", "4 layers"])
 def test_shapes_are_valid_and_those_of_llama(shape: Shape) -> None:
     config = resolve(parse_arguments(shape.flags(1).split(), lambda *_: {}).config, 1)

@@ -64,8 +64,9 @@ def test_a_key_that_no_table_knows_never_vanishes(key: str, value: Any) -> None:
     assert fate.why.startswith("unknown to megalite")
     assert len(unknown_arguments({key: value})) == bool(value)  # what is off says nothing
     config, saved = of_a_run()
+    fates = option_fates({section: {key: value} for section in saved})
     for section in saved:
-        (fate,) = option_fates({section: {key: value}})[section]
+        (fate,) = fates[section]
         assert fate.kind == ("refused" if section == "model" else "noted")
         assert fate.why.startswith("unknown to this version")
         (line,) = differences(saved | {section: {**saved[section], key: value}}, config)

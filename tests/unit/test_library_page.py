@@ -44,6 +44,7 @@ def test_names_are_imported_when_they_are_used() -> None:
     assert set(megalite.__all__) <= set(dir(megalite))
 
 
+@pytest.mark.wide
 def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(import .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     script = tmp_path / "program.py"

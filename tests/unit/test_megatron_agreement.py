@@ -46,6 +46,12 @@ def alone(name: str, folder: Path) -> list[str]:
     return [*kept, *RANDOM]
 
 
+@pytest.mark.wide_except(
+    "gpt3_mcore_te_tp1_pp2_rope_embeddings_interleaved_no_fusion",
+    "gpt3_mcore_reruns_reshard",
+    "gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files",
+    "gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4",
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -114,6 +114,7 @@ def test_gradients_have_the_same_bits_and_each_storage_travels_once(
 WARM_UP = [Action("F", 0), Action("F", 1), Action("B", 0), Action("F", 2), Action("B", 1), Action("B", 2)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("engine", [ThreadTransfers, LateTransfers])
 def test_the_last_layer_comes_back_before_its_backward_begins(engine: type[Transfers]) -> None:
     network = Network()

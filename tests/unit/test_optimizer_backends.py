@@ -121,6 +121,7 @@ def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.Mon
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CONFIGS)
 def test_narrow_gradients_are_widened_a_piece_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise, "WIDENED_ELEMENTS", 50)  # no divisor of the sizes

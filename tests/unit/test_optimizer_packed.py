@@ -112,6 +112,7 @@ def test_a_master_is_its_parameter_and_a_remainder() -> None:
     assert joined(parameters[:4], remainders[:4]).isnan().all()
 
 
+@pytest.mark.wide_except("adam")
 @pytest.mark.bits
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_remainders_change_no_bit_and_no_checkpoint(optimizer: str, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def eight_bits(name: str) -> OptimizerConfig:
     return OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, **EIGHT_BITS[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.wide_except("int8 and remainders", "fp8")
 @pytest.mark.bits
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.wide), *[*EIGHT_BITS][1:]])
 def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp_path: Path) -> None:
@@ -188,6 +190,7 @@ def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp
     assert same(resumed.values(), run.values())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: Path) -> None:
     """Loaded values are rounded by at most half a step of a block's codes."""
@@ -255,6 +258,7 @@ def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
     assert 0 <= measured - elements * (2 + 2 * (1 + 4 / 256)) <= 2 * 4 * runs
 
 
+@pytest.mark.wide
 def test_an_optimizer_that_begins_anew_is_packed_anew(tmp_path: Path) -> None:
     """Start from weights only: masters are the weights, moments are zero."""
     config = eight_bits("int8 and remainders")

@@ -176,6 +176,7 @@ boxes = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(1, 6))] * 3).map(
 )
 
 
+@pytest.mark.wide
 @given(first=boxes, second=boxes)
 def test_an_intersection_is_what_both_hold(first: Box, second: Box) -> None:
     masks = [torch.zeros(12, 12, 12, dtype=torch.bool) for _ in range(3)]

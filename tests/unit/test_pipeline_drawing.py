@@ -275,6 +275,7 @@ def size(schedule: str, ranks: int = 4, micro_batches: int = 8) -> list[object]:
     return [*pipeline, "--num-micro-batches", micro_batches]
 
 
+@pytest.mark.wide
 def test_the_command_draws_and_prints(tmp_path: Path) -> None:
     arguments = map(str, (*size("1f1b"), "--output", "a.svg", "b/a.html", "a.json"))
     command = [sys.executable, str(ROOT / "tools/draw_schedule.py"), *arguments]

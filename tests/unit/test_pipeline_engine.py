@@ -96,6 +96,7 @@ def test_one_micro_batchs_activations_live_at_a_time() -> None:
     assert stage.alive == [0, 0, 0]
 
 
+@pytest.mark.wide
 def test_forward_alone_keeps_no_graph() -> None:
     stage = Stage()
     total = engine_of(stage).run(ProvedSchedules().prove([], [3]).evaluation(3), MICRO_BATCHES)[LOSS]
@@ -112,6 +113,7 @@ def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> Non
     torch.testing.assert_close(stage.weight.grad, other.weight.grad)
 
 
+@pytest.mark.wide_except("True")
 @pytest.mark.parametrize("each", [False, True])
 def test_reductions_are_actions_behind_the_backward_that_completes_them(each: bool) -> None:
     stage = Stage()
@@ -247,6 +249,7 @@ def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str
         engine.run(steps.training(1) if training else steps.evaluation(1), MICRO_BATCHES, FACTORS)
 
 
+@pytest.mark.wide
 def test_a_term_without_a_graph_is_recorded_alone() -> None:
     """Use a figure that a stage only counts, or a term of tensors that need no gradient."""
     stage = Stage()
@@ -330,6 +333,7 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
     assert len(links.sent) == micro_batches
 
 
+@pytest.mark.wide
 def test_a_recording_has_every_action_in_its_order() -> None:
     recording = Recording(CPU)
     actions = ProvedSchedules(reductions=Reductions()).prove([3]).training(3)

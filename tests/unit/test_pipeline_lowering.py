@@ -66,6 +66,7 @@ def test_a_send_stands_behind_what_gives_it_and_is_waited_for_behind_the_next_co
                 assert between == (overlap and index < computations[-1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 def test_few_receives_are_posted_at_a_time(schedule: str) -> None:
     for pipeline in every_pipeline(schedule, most_micro_batches=12):

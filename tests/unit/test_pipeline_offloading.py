@@ -12,6 +12,7 @@ from megalite.pipeline.simulator import ScheduleError, peak_in_flight
 from tests.harness.pipelines import CHUNKS, Pipeline, every_pipeline
 
 
+@pytest.mark.wide_except("zb-v", "interleaved-1f1b")
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_the_copies_of_every_schedule_are_proved(schedule: str) -> None:
     for pipeline in every_pipeline(schedule, most_micro_batches=5):
@@ -35,6 +36,7 @@ def test_a_chunk_has_as_many_slots_as_micro_batches_in_flight(schedule: str) -> 
                 assert count == peak_in_flight(whole, sizes)
 
 
+@pytest.mark.wide_except("zb-v")
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_the_last_layer_comes_back_during_the_computation_before(schedule: str) -> None:
     """If there is one between forward and backward. Layers before it come back with their backward."""

@@ -84,6 +84,7 @@ def calls_of_a_proof(schedule: str, ranks: int, micro_batches: int) -> int:
     return calls
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
 def test_the_cost_of_a_proof_is_in_proportion_to_its_actions(schedule: str) -> None:
     """A proof for 32 ranks, 2 stages on each and 512 micro-batches is then a second of CPU time."""

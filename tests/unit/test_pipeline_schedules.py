@@ -57,6 +57,7 @@ def test_orders_are_torchs(schedule: str, kind: Any) -> None:
             assert _ours(pipeline, group) == _torchs(kind, pipeline, group), pipeline
 
 
+@pytest.mark.wide
 def test_1f1b_is_torchs_where_torchs_table_is_right() -> None:
     """On the last rank it counts micro-batches from 1, and with fewer micro-batches than ranks it makes some up; what
     torch executes comes from elsewhere.

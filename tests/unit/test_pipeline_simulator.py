@@ -60,6 +60,7 @@ def test_bubble_of_zb_h1_with_fewer_is_no_smaller(
     assert _bubble(Pipeline("zb-h1", ranks, 1, ranks), times) <= few <= (ranks - 1) * sum(times)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_zb_v_never_idles_once_begun(ranks: int) -> None:
     """Assume equal times and enough micro-batches. The only bubble is that later ranks start later. The paper does not

@@ -43,6 +43,7 @@ def test_all_scripts_of_the_page_are_known() -> None:
     assert before == after == {"accelerate.py", "ddp.py", "horovod.py"}
 
 
+@pytest.mark.wide
 def test_scripts_from_ddp_and_horovod_run(folder: Path) -> None:
     ours = losses(printed("from_ddp.py", folder))
     assert len(ours) == 2
@@ -57,6 +58,7 @@ def test_scripts_give_the_numbers_of_ddp(folder: Path) -> None:
     assert after == pytest.approx(before, abs=2e-4)
 
 
+@pytest.mark.wide
 def test_the_script_from_accelerate_runs(folder: Path) -> None:
     assert re.search(r"^accuracy 0\.\d{4}$", printed("from_accelerate.py", folder), re.MULTILINE)
     assert (folder / "run/from_accelerate/latest_checkpointed_iteration.txt").read_text() == "16\n"

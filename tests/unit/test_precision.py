@@ -418,6 +418,7 @@ def masters(config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.d
     return torch.cat([(each if isinstance(each, Tensor) else each.read()).double() for each in kept])
 
 
+@pytest.mark.wide_except("float32-adam, remainders", "bfloat16-adam, megalite's", "bfloat16-muon")
 @pytest.mark.parametrize(
     ("gradient_dtype", "name"),
     [

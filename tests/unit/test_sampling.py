@@ -80,6 +80,7 @@ def test_equal_logits_lose_no_token_without_filters() -> None:
     assert len(kept(probabilities(torch.zeros(5), Sampling(top_p=0.5)))) == 3
 
 
+@pytest.mark.wide
 def test_draws_follow_the_probabilities_and_the_seed() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
 

@@ -86,6 +86,7 @@ def test_a_gpt_has_one_optimizer() -> None:
         megalite.Trainer(gpt, seq_length=4, micro_batch_size=1, optimizer={"*": SGD}, quiet=True)
 
 
+@pytest.mark.wide
 def test_only_names_optimizers_of_the_run() -> None:
     run = trainer(1)
     for only in ("discriminator", [], ["critic", "x"]):
@@ -147,6 +148,7 @@ def test_a_checkpoint_names_each_optimizer_with_its_steps(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.wide_except("optimizer0-the state of other optimizers: critic, generator, and this run has a single one")
 @pytest.mark.parametrize(
     ("optimizer", "told"),
     [
@@ -161,6 +163,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(optimizer: Any, told: str, 
         trainer(1, save=tmp_path, optimizer=optimizer)
 
 
+@pytest.mark.wide
 def test_new_optimizers_begin_with_loaded_weights(tmp_path: Path) -> None:
     before = run_steps(1, STEPS[:2], save=tmp_path).parameters
     run = trainer(1, load=str(tmp_path), load_optim=False, optimizer=SGD)
@@ -173,6 +176,7 @@ def of_large_critic(outputs: Any, batch: Any) -> dict[str, Tensor]:
     return {"generator": found["generator"], "critic": 1e4 * found["critic"]}
 
 
+@pytest.mark.wide
 def test_each_optimizer_has_a_loss_scale_of_its_own(tmp_path: Path) -> None:
     options = {"precision": "fp16", "initial_loss_scale": 2.0**12, "hysteresis": 1, "save": tmp_path}
     run = trainer(1, loss=of_large_critic, **options)
@@ -200,6 +204,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_those_that_it_would_update() ->
     run.close()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("layer", "optimizer"),
     [(nn.LayerNorm(FEATURES), megalite.Adafactor(lr=0.1)), (nn.Linear(FEATURES, 1, bias=False), megalite.Muon(lr=0.1))],
@@ -221,6 +226,7 @@ def test_a_model_without_matrices_or_vectors_resumes(layer: nn.Module, optimizer
         run.close()
 
 
+@pytest.mark.wide
 def test_a_resume_compares_each_optimizer_with_its_own_of_before(tmp_path: Path) -> None:
     run_steps(1, STEPS[:2], save=tmp_path)
     swapped = {"critic": megalite.SGD(lr=0.03, momentum=0.9, weight_decay=0.0), "generator": OPTIMIZERS["generator"]}

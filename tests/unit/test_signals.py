@@ -37,6 +37,7 @@ def test_the_handlers_from_before_come_back() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
+@pytest.mark.wide_except("stop.answered()")
 @pytest.mark.parametrize("stopped", ["os.kill(os.getpid(), signal.SIGTERM)", "stop.answered()"])
 def test_signals_after_a_stop_are_ignored_while_the_process_ends(stopped: str) -> None:
     program = f"""
@@ -71,6 +72,7 @@ sys.exit(85)
     assert (output, child.returncode) == ("step done\n", 85)
 
 
+@pytest.mark.wide
 def test_a_process_whose_main_thread_does_not_come_to_a_signal_says_its_last_words() -> None:
     program = """
 import ctypes, os, signal, threading
@@ -86,6 +88,7 @@ c.pthread_mutex_lock(lock)  # for ever, and no signal interrupts it
     assert (ended.returncode, ended.stdout) == (85, "farewell\n")
 
 
+@pytest.mark.wide
 def test_a_signal_during_a_finalizer_ends_the_process_and_prints_nothing() -> None:
     program = """
 import os, signal, time

@@ -77,6 +77,7 @@ def test_a_dry_run_prints_and_writes_what_a_rank_does(
     ]
 
 
+@pytest.mark.wide
 def test_a_rank_alone_runs_its_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *RUN, "--as-rank", "5", "--of", "8"])
     assert pretrain.main() == 0

@@ -130,6 +130,7 @@ FEW = ["{}", '{"a":{"a":{"a":{}}}}', "1.5"]
 MORE = ["[]", '{"a":1}', "[[[[[[1]]]]]]", '"ab"']
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("values", [*FEW, *(pytest.param(values, marks=pytest.mark.wide) for values in MORE)])
 def test_a_mark_takes_a_hundred_bytes_at_most(values: str) -> None:
     text = f"[{','.join([values] * 10_000)}]"

@@ -36,6 +36,7 @@ def test_the_pieces_make_up_the_text_and_show_whole_characters(text: str, data: 
         assert "�" not in "".join(pieces)
 
 
+@pytest.mark.wide
 @given(st.lists(st.integers(0, 256)))
 def test_bytes_that_never_make_a_character_are_shown_at_the_end(tokens: list[int]) -> None:
     assert "".join(stream_text([], tokens)) == BYTES.decode(tokens)

@@ -113,6 +113,7 @@ def test_an_archive_tells_a_flipped_bit() -> None:
     assert zipfile.ZipFile(io.BytesIO(damaged)).testzip() == "archive/data/0"
 
 
+@pytest.mark.wide
 @settings(max_examples=15)
 @given(st.data())
 def test_any_cut_loads_bit_for_bit(data: st.DataObject) -> None:

@@ -218,6 +218,7 @@ def test_a_line_without_end_ends_the_connection(
         end.receive()
 
 
+@pytest.mark.wide
 def test_a_long_message_takes_time_in_proportion_to_its_length(ends: tuple[Link, Other]) -> None:
     """Each piece that comes is looked at once: 16 MiB took 1.8 s of rank 0 when it was not so."""
     end, other = ends

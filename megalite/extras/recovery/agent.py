@@ -238,10 +238,13 @@ class Agent:
         self._wait(self._first.hello["meeting_seconds"] + _STORE_SECONDS, self._lose_board)
 
     def _keep_memory(self, ranks: Set[int]) -> None:
-        """Close the memory of all other ranks."""
-        for number in self._memory.keys() - ranks:
-            for descriptor in self._memory.pop(number):
-                os.close(descriptor)
+        """Give these ranks the memory of others that were on this node, in which copies may be, and close the rest."""
+        left = [self._memory.pop(number) for number in sorted(self._memory.keys() - ranks)]
+        for number in sorted(ranks - self._memory.keys()):
+            if left:
+                self._memory[number] = left.pop(0)
+        for descriptor in (descriptor for files in left for descriptor in files):
+            os.close(descriptor)
 
     def _read_board(self) -> None:
         """Handle what the board's process has read, but for notices of earlier generations."""
@@ -325,7 +328,7 @@ class Agent:
         self._came.update(value["ranks"])
         self._stopped = self._stopped or value["stopped"]
         if self._spares is not None:
-            self._spares.mark_present(value["ranks"], value["host"])
+            self._grow(self._spares, self._spares.mark_present(value["ranks"], value["host"]))
             if self._generation == 1 and self._state == "meeting" and self._spares.are_enough(self._came):
                 self._hurry()
         self._begin_if_complete()
@@ -369,7 +372,7 @@ class Agent:
         self._watch("over")
         if self._spares is not None:
             trains = self._spares.take_seats(self._ranks.values(), value["seats"])
-            self._keep_memory({rank.trains.rank for rank in self._ranks.values()} if trains else set())
+            self._keep_memory(self._ranks.keys() if trains else set())
             if not trains:
                 self._state = "spare"
                 return
@@ -385,7 +388,7 @@ class Agent:
         """Start the process of a rank."""
         files: list[int] = []
         if rank.hello["copies"]:
-            number = rank.trains.rank
+            number = rank.place.rank  # they stay with the node, whichever seat it has
             if number not in self._memory:
                 names = (f"megalite rank {number} {i}" for i in range(_MEMORY_FILES_OF_A_RANK))
                 self._memory[number] = [os.memfd_create(name) for name in names]
@@ -523,7 +526,7 @@ class Agent:
         return everyone if self._spares is None else everyone - self._spares.absent
 
     def _know_spares(self) -> None:
-        if self._first.hello["spare_nodes"]:
+        if self._first.hello["spare_nodes"] or self._first.hello["replica_ranks"]:
             from megalite.extras.recovery.spares import Spares
 
             self._spares = Spares(self._first, self._baseline)
@@ -543,6 +546,7 @@ class Agent:
                 self._lose_node(self._spares, message["silent"])
             elif message["back"] not in self._spares.seats.nodes:
                 self._spares.seats.absent.discard(message["back"])
+                self._grow(self._spares, message["back"])
 
     def _lose_node(self, spares: Spares, node: int) -> None:
         """End the generation because a node does not answer any more, unless the node only waits."""
@@ -552,6 +556,11 @@ class Agent:
         elif not trains:
             self._say(f"{name} does not answer any more; {spares.waiting()}")
         self._begin_if_complete()
+
+    def _grow(self, spares: Spares, node: int) -> None:
+        """End the generation if more ranks can train with a node that is there again."""
+        if self._state == "running" and (why := spares.growth(node)):
+            self._first_word("over", {"failed": why, "grace": 0.0, "lost": True})
 
     def _give_node_up(self, end: Message) -> None:
         """End this node alone: another one takes its place."""

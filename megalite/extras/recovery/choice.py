@@ -1,4 +1,4 @@
-"""Choice of a copy that every rank has in memory: its own, or one that its partner keeps for it."""
+"""Choice of a step of which a copy of every rank is in memory, on whichever rank."""
 
 from __future__ import annotations
 
@@ -13,33 +13,42 @@ class Taken(NamedTuple):
     step: int
     mark: int
     """Random number of the start of the ranks that took it."""
+    world_size: int
+    """Number of the ranks that took it, which may not be that of today."""
+    layout: str
+    """Digest of their layout, as text."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Copy to continue from, and which ranks must get theirs first."""
+    """Copy to continue from, and where it is."""
 
     taken: Taken
-    fetched: Mapping[int, int]
-    """Partner that sends a rank its copy, by that rank."""
+    holders: Mapping[int, int]
+    """Rank of today that has the copy of each rank that took it: the same one, if it can."""
+
+    def fetched(self, partners: Sequence[int] | None, layout: str) -> dict[int, int] | None:
+        """Return by rank that must get its copy from its partner, that partner; None if ranks need those of others.
+
+        `partners`: of each rank of today; None if there are none. `layout`: that of today.
+        """
+        there = partners or ()
+        lacking = {rank: holder for rank, holder in self.holders.items() if holder != rank}
+        if self.taken.layout != layout or (lacking and not there):
+            return None
+        return lacking if all(holder == there[rank] for rank, holder in lacking.items()) else None
 
 
-def choose(
-    own: Sequence[Sequence[Taken]], kept: Sequence[Sequence[Taken]], partners: Sequence[int] | None
-) -> Choice | None:
-    """Return the newest copy that every rank has; None if there is none.
+def choose(held: Sequence[Sequence[tuple[Taken, int]]]) -> Choice | None:
+    """Return the newest copy of which all parts are there; None if there is none.
 
-    Args:
-        own: by rank, its own copies.
-        kept: by rank, the copies that it keeps for the rank whose partner it is.
-        partners: by rank, its partner; None if ranks have none.
+    `held`: by rank of today, the copies that it has, each with the rank that it is of.
     """
-    common: set[Taken] | None = None
-    for rank, copies in enumerate(own):
-        there = {*copies, *(kept[partners[rank]] if partners is not None else ())}
-        common = there if common is None else common & there
-    if not common:
-        return None
-    newest = max(common)
-    lacking = [rank for rank, copies in enumerate(own) if newest not in copies]
-    return Choice(newest, {} if partners is None else {rank: partners[rank] for rank in lacking})
+    found: dict[Taken, dict[int, int]] = {}
+    for rank, copies in enumerate(held):
+        for taken, whose in copies:
+            holders = found.setdefault(taken, {})
+            if whose == rank or whose not in holders:
+                holders[whose] = rank
+    whole = [taken for taken, holders in found.items() if len(holders) == taken.world_size]
+    return Choice(max(whole), found[max(whole)]) if whole else None

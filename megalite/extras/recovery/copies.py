@@ -8,13 +8,15 @@ step of which every rank has a copy, its own or its partner's.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,13 +26,15 @@ from megalite.checkpoint.directory import iteration_of
 from megalite.checkpoint.manifest import BLOCK, Manifest
 from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import CheckpointError, CommunicationError, ConfigurationError, CorruptCheckpointError
 from megalite.extras.recovery.choice import Choice, Taken, choose
+from megalite.extras.recovery.gathered import gathered
 from megalite.extras.recovery.interval import Price, interval_for
-from megalite.extras.recovery.partner import Links, can_replace_nodes, partners_of
-from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, byte_ranges, describe, identity, seal
+from megalite.extras.recovery.partner import Links, goes_on_without_nodes, partners_of
+from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, Whose, byte_ranges, describe, seal
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -72,19 +76,23 @@ class Copies:
     def __init__(self, config: TaskConfig, mesh: ParallelMesh, files: Sequence[int]) -> None:
         """Find the partners, and connect. `files`: descriptors of two own slots, and of two for the other rank."""
         self._config, self._mesh = config, mesh
-        own, self._kept = [Slot(number) for number in files[:2]], [Slot(number) for number in files[2:]]
-        self._own = own
-        mark, replaced = secrets.randbits(63), can_replace_nodes(os.environ, config.recovery.spare_nodes)
+        slots = [Slot(number) for number in files]
+        self._own, self._kept = slots[:2], slots[2:]
+        mark, replaced = secrets.randbits(63), goes_on_without_nodes(os.environ, config.recovery)
         told = all_gather_json((host_name(), replaced, mark), mesh)
-        hosts, self._mark = [host for host, *_ in told], told[0][2]
+        hosts = [host for host, *_ in told]
         self._replaced = any(replaced for _, replaced, _ in told)
         distance = config.recovery.memory_checkpoint_partner
         self._partners = partners_of(hosts, distance) if self._replaced else None
         self._links = None if self._partners is None else Links(self._partners, mesh)
         self._host = hosts[mesh.rank]
-        text, world = dump(config), mesh.whole.world_size
-        self._identity = identity(text, world, mesh.rank)
-        self._other = identity(text, world, mesh.rank if self._links is None else self._links.source)
+        parallel = config.parallel
+        numbers = ParallelConfig(
+            grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
+        )
+        run = _digest(dump(replace(config, parallel=numbers)))
+        layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
+        self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
         self.interval = config.recovery.memory_checkpoint_interval
         self._work: Future[float] | None = None
@@ -116,16 +124,23 @@ class Copies:
         newest, failed = max(map(iteration_of, on_disk), default=0), False
         while (chosen := self._choose()) is not None and chosen.taken.step > newest:
             named = f"the copies in memory of step {chosen.taken.step}"
-            if not self._fetch(chosen):
+            fetched = chosen.fetched(self._partners, self._whose.layout.hex())
+            if not self._fetch(chosen.taken, fetched or {}):
                 continue
-            slot = _slot_of(self._own, self._identity, chosen.taken)
+            holders = chosen.holders if fetched is None else {self._mesh.rank: self._mesh.rank}
+            slots = self._slots_with(chosen.taken)
+            used = {rank: slots[rank] for rank, holder in holders.items() if holder == self._mesh.rank}
             try:
-                described = _described(slot)
-                build().load(FOLDER, described, ResumePoint(Candidates(), alone=True))
+                if fetched is None:
+                    described, files = gathered(used, self._mesh)
+                    build().load(FOLDER, described, ResumePoint(Candidates(), holders=files))
+                else:
+                    described = used[self._mesh.rank].manifest()
+                    build().load(FOLDER, described, ResumePoint(Candidates(), alone=True))
             except CorruptCheckpointError as error:
                 failed = True
                 self._warn(error, named)
-                if not self._drop_damaged(slot):
+                if not self._drop_damaged(used.values()):
                     break
                 continue
             except CheckpointError as error:
@@ -133,28 +148,41 @@ class Copies:
                 self._warn(error, named)
                 break
             self._continued = chosen.taken
-            whose = [f"rank {rank}'s from its partner, rank {partner}" for rank, partner in chosen.fetched.items()]
+            whose = [f"rank {rank}'s from its partner, rank {partner}" for rank, partner in (fetched or {}).items()]
+            if fetched is None:
+                whose = [f"of {chosen.taken.world_size} ranks, sent to those that need them now"]
             return build(), f"continues from {named}" + (f" ({'; '.join(whose)})" if whose else "")
         if failed:  # a part may have been loaded
             build.cache_clear()
         return None
 
     def _choose(self) -> Choice | None:
-        own = _copies(self._own, self._identity)
-        kept = _copies(self._kept, self._other) if self._links is not None else []
-        found = [
-            [[Taken(*copy) for copy in each] for each in both] for both in all_gather_json((own, kept), self._mesh)
-        ]
-        return choose([each for each, _ in found], [each for _, each in found], self._partners)
+        mine = [(taken, rank) for taken, rank, _ in self._copies()]
+        told = all_gather_json(mine, self._mesh)
+        return choose([[(Taken(*taken), rank) for taken, rank in copies] for copies in told])
 
-    def _fetch(self, chosen: Choice) -> bool:
+    def _copies(self) -> list[tuple[Taken, int, Slot]]:
+        """Return the copies of this run that this rank has: what each is of, its rank, and its slot."""
+        found = []
+        for slot in (*self._own, *self._kept):
+            header = slot.header()
+            if header is not None and header.whose.run == self._whose.run:
+                whose = header.whose
+                taken = Taken(header.step, whose.mark, whose.world_size, whose.layout.hex())
+                found.append((taken, whose.rank, slot))
+        return found
+
+    def _slots_with(self, taken: Taken) -> dict[int, Slot]:
+        """Return the slots with a part of this copy, by the rank that the part is of."""
+        return {rank: slot for each, rank, slot in reversed(self._copies()) if each == taken}  # its own before others'
+
+    def _fetch(self, taken: Taken, fetched: Mapping[int, int]) -> bool:
         """Get the copies that ranks lack from their partners. Returns False if one of these is damaged."""
-        whole = True
-        for rank, partner in chosen.fetched.items():
+        whole, slots = True, self._slots_with(taken)
+        for rank, partner in fetched.items():
             assert self._links is not None
             if self._mesh.rank == partner:
-                kept = _slot_of(self._kept, self._other, chosen.taken)
-                assert kept is not None
+                kept = slots[rank]
                 header = kept.header() if kept.is_intact() else None
                 if header is None:
                     kept.discard()
@@ -163,30 +191,30 @@ class Copies:
                 self._links.give_back(kept, header)
                 whole &= header is not None
             if self._mesh.rank == rank:
-                whole &= self._links.take_back(_free(self._own, self._identity))
+                others = [slot for slot in self._own if slot not in slots.values()]
+                whole &= self._links.take_back(_free(others or self._own))
         told = all_gather_json(whole, self._mesh)
         if not all(told):
-            ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in chosen.fetched)
+            ranks = ", ".join(str(rank) for rank, each in enumerate(told) if not each and rank in fetched)
             self.notes += (
-                f"WARNING: the copy in memory of step {chosen.taken.step} that a partner keeps for rank {ranks} is "
+                f"WARNING: the copy in memory of step {taken.step} that a partner keeps for rank {ranks} is "
                 "damaged: it is not used",
             )
         return all(told)
 
-    def _drop_damaged(self, slot: Slot | None) -> bool:
-        """Drop this rank's copy if it is damaged. Returns whether any rank has dropped one."""
-        damaged = slot is not None and not slot.is_intact()
-        if slot is not None and damaged:
+    def _drop_damaged(self, slots: Iterable[Slot]) -> bool:
+        """Drop those of this rank's copies that are damaged. Returns whether any rank has dropped one."""
+        damaged = [slot for slot in slots if not slot.is_intact()]
+        for slot in damaged:
             slot.discard()
-        return any(all_gather_json(damaged, self._mesh))
+        return any(all_gather_json(bool(damaged), self._mesh))
 
     def _drop_all_but(self, taken: Taken | None) -> None:
         """Drop all other copies: those of later steps would count as newer than what is taken from now on."""
-        for slots, whose in ((self._own, self._identity), (self._kept, self._other)):
-            for slot in slots:
-                header = slot.header()
-                if header is None or header.identity != whose or (header.step, header.mark) != taken:
-                    slot.discard()
+        left = [] if taken is None else self._slots_with(taken).values()
+        for slot in (*self._own, *self._kept):
+            if slot not in left:
+                slot.discard()
 
     def _warn(self, error: CheckpointError, named: str) -> None:
         text = re.sub(rf"{FOLDER}(/\d+)?", named, str(error))
@@ -319,7 +347,10 @@ class Copies:
         began = time.perf_counter()
         progress = trainer.progress()
         regions = self._regions(trainer)
-        slot = _free(self._own, self._identity)
+        if self._links is None and self._work is not None:  # all ranks have a new copy; no other will replace these
+            for kept in self._kept:
+                kept.release()
+        slot = _free(self._own)
         slot.discard()
         parts = [region.part for region in regions]
         for region, where in zip(regions, byte_ranges(parts), strict=True):
@@ -335,10 +366,10 @@ class Copies:
     ) -> float:
         """Commit a copy, and exchange copies with the partners. Returns the seconds of the CPU."""
         began = time.thread_time()
-        header = seal(slot, self._identity, self._mark, parts, Manifest(*progress, {}, {}))
+        header = seal(slot, self._whose, parts, Manifest(*progress, {}, {}))
         if self._links is not None:
             try:
-                self._links.exchange(slot, header, _free(self._kept, self._other))
+                self._links.exchange(slot, header, _free(self._kept))
             except (RuntimeError, CorruptCheckpointError) as error:  # a partner has died, or its bytes were changed
                 raise CommunicationError(f"the exchange of copies in memory failed: {error}") from error
         return time.thread_time() - began
@@ -359,20 +390,10 @@ class Copies:
             self._links.close()
 
 
-def _copies(slots: Sequence[Slot], whose: bytes) -> list[Taken]:
-    headers = [slot.header() for slot in slots]
-    return [Taken(each.step, each.mark) for each in headers if each is not None and each.identity == whose]
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def _slot_of(slots: Sequence[Slot], whose: bytes, taken: Taken) -> Slot | None:
-    return next((slot for slot in slots if taken in _copies([slot], whose)), None)
-
-
-def _free(slots: Sequence[Slot], whose: bytes) -> Slot:
+def _free(slots: Sequence[Slot]) -> Slot:
     """Return the slot to overwrite: one without a copy, or else that of the older one."""
-    return min(slots, key=lambda slot: max(_copies([slot], whose), default=(-1, 0)))
-
-
-def _described(slot: Slot | None) -> Manifest:
-    assert slot is not None  # all ranks have chosen a step that this one has
-    return slot.manifest()
+    return min(slots, key=lambda slot: -1 if (header := slot.header()) is None else header.step)

@@ -53,14 +53,16 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
     """
     began = time.monotonic()
     _open_streams()
-    _require(place, config.recovery.spare_nodes)
+    recovery = config.recovery
+    _require(place, recovery.goes_on_without_nodes)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
         "place": asdict(place),
         "save": save,
-        "copies": config.recovery.memory_checkpoint_interval != 0,
-        "spare_nodes": config.recovery.spare_nodes,
+        "copies": recovery.memory_checkpoint_interval != 0,
+        "spare_nodes": recovery.spare_nodes,
+        "replica_ranks": config.parallel.ranks_needed if recovery.elastic else 0,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
@@ -80,7 +82,7 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)  # in place of the one that would end this process
     lines.send(hello, (0, 1, 2))
-    goes_on_without = config.recovery.spare_nodes > 0 and place.rank >= (place.local_world_size or 1)
+    goes_on_without = recovery.goes_on_without_nodes and place.rank >= (place.local_world_size or 1)
     tell = _say_alone if goes_on_without else partial(report, None)
     return _follow(lines, reading, place, Path(save) / STOP, hello["stop"], tell)
 
@@ -92,7 +94,7 @@ def _open_streams() -> None:
     os.close(descriptor)
 
 
-def _require(place: Place, spare_nodes: int) -> None:
+def _require(place: Place, goes_on_without_nodes: bool) -> None:
     """Raise ConfigurationError if the system or the launcher does not have what is needed."""
     if not (hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists()):
         raise ConfigurationError("--warm-restart needs Linux with /proc, from 5.3 on: drop it here")
@@ -101,9 +103,9 @@ def _require(place: Place, spare_nodes: int) -> None:
             "--warm-restart needs the number of ranks on each node, which this launcher does not tell: set "
             "LOCAL_WORLD_SIZE on every rank"
         )
-    if spare_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
+    if goes_on_without_nodes and place.rank % (place.local_world_size or 1) != place.local_rank:
         raise ConfigurationError(
-            f"--spare-nodes {spare_nodes}: rank {place.rank} has the local rank {place.local_rank} of "
+            f"--spare-nodes and --elastic: rank {place.rank} has the local rank {place.local_rank} of "
             f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"
         )
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.config.recovery import RecoveryConfig
 from megalite.errors import ConfigurationError, CorruptCheckpointError
 from megalite.extras.recovery.slot import HEADER, HEADER_BYTES, Header, Slot
 from megalite.parallel.mesh import ParallelMesh
@@ -17,9 +18,9 @@ _CHUNK = 1 << 24
 """Bytes of one message."""
 
 
-def can_replace_nodes(environment: Mapping[str, str], spare_nodes: int) -> bool:
-    """Tell whether another node may replace a lost one: only then does a rank need its copy on another one."""
-    return spare_nodes > 0 or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+def goes_on_without_nodes(environment: Mapping[str, str], recovery: RecoveryConfig) -> bool:
+    """Tell whether a run may go on without a node: only then does a rank need its copy on another one."""
+    return recovery.goes_on_without_nodes or int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def partners_of(hosts: Sequence[str], distance: int) -> tuple[int, ...] | None:

@@ -6,7 +6,6 @@ written last: a copy is either whole, or there is none. Whoever holds the file o
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import struct
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,19 +28,29 @@ FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
 HEADER = 4096
 """Size in bytes of the header, with the room behind it up to the next page."""
-_FIELDS = struct.Struct("<8s32sQQQQI")
+_FIELDS = struct.Struct("<8s16s16sQQQQQQI")
 _MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
+
+
+class Whose(NamedTuple):
+    """Owner of a copy: a rank, in one start of a run's ranks."""
+
+    run: bytes
+    """Digest of the run's flags without those of the layout, 16 bytes."""
+    layout: bytes
+    """Digest of the layout, with the number of ranks, 16 bytes."""
+    world_size: int
+    rank: int
+    mark: int
+    """Random number of the start of the ranks that took it: other starts may have another state at the same step."""
 
 
 @dataclass(frozen=True)
 class Header:
     """Description of the copy in a slot."""
 
-    identity: bytes
-    """Digest of the run and the rank that the copy is of; see `identity`."""
+    whose: Whose
     step: int
-    mark: int
-    """Random number of the start of the ranks that took it: other starts may have another state at the same step."""
     start: int
     """Position of the first byte of the manifest."""
     stop: int
@@ -49,7 +59,7 @@ class Header:
     """CRC-32 of the manifest."""
 
     def to_bytes(self) -> bytes:
-        fields = _FIELDS.pack(_MAGIC, self.identity, self.step, self.mark, self.start, self.stop, self.checksum)
+        fields = _FIELDS.pack(_MAGIC, *self.whose, self.step, self.start, self.stop, self.checksum)
         return fields + zlib.crc32(fields).to_bytes(4, "little")
 
     @staticmethod
@@ -59,15 +69,10 @@ class Header:
         if len(checksum) != 4 or zlib.crc32(fields) != int.from_bytes(checksum, "little"):
             return None
         magic, *values = _FIELDS.unpack(fields)
-        return Header(*values) if magic == _MAGIC else None
+        return Header(Whose(*values[:5]), *values[5:]) if magic == _MAGIC else None
 
 
 HEADER_BYTES = _FIELDS.size + 4
-
-
-def identity(config: str, world_size: int, rank: int) -> bytes:
-    """Return what tells the copies of a rank of a run from all others. `config`: the flags of the run, as text."""
-    return hashlib.sha256(f"{world_size} {rank}\n{config}".encode()).digest()
 
 
 class Slot:
@@ -110,25 +115,23 @@ class Slot:
         """Make the slot empty. What is written from here on is no copy until `commit`."""
         os.pwrite(self.descriptor, bytes(HEADER_BYTES), 0)
 
+    def release(self) -> None:
+        """Give the memory back."""
+        self._memory, self._map = torch.empty(0, dtype=torch.uint8), None
+        os.ftruncate(self.descriptor, 0)
+
     def commit(self, header: Header) -> None:
         """Declare that the bytes are the copy of this header."""
         os.pwrite(self.descriptor, header.to_bytes(), 0)
 
-    def manifest(self) -> Manifest:
-        """Return the manifest of the copy, as of a checkpoint in `FOLDER`.
-
-        Raises CorruptCheckpointError if there is no copy, or its manifest cannot be used.
-        """
+    def text(self) -> str:
+        """Return the manifest of the copy, as text; "" if there is no copy."""
         header = self.header()
-        try:
-            if header is None:
-                raise ValueError("its manifest is damaged")
-            read = Manifest.from_json(self._text(header))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{FOLDER / str(self.descriptor)}: {error}") from error
-        name = str(self.descriptor)
-        files = {name: SavedFile(os.fstat(self.descriptor).st_size, 0)}
-        return replace(read, files=files, tensors={each: _own(saved, name) for each, saved in read.tensors.items()})
+        return "" if header is None else self._text(header).decode()
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the copy, as of a checkpoint in `FOLDER`; see `manifest_of` for errors."""
+        return manifest_of(self.text(), str(self.descriptor), os.fstat(self.descriptor).st_size)
 
     def is_intact(self) -> bool:
         """Tell whether every byte of the copy has its checksum."""
@@ -144,7 +147,22 @@ class Slot:
         return True
 
 
-def _own(saved: SavedTensor, file: str) -> SavedTensor:
+def manifest_of(text: str, file: str, size: int) -> Manifest:
+    """Return the manifest of a copy from its text. `file`, `size`: the name and the bytes that its file is to have.
+
+    Raises CorruptCheckpointError if there is no copy, or its manifest cannot be used.
+    """
+    try:
+        if not text:
+            raise ValueError("its manifest is damaged")
+        read = Manifest.from_json(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{FOLDER / file}: {error}") from error
+    tensors = {name: _in_file(saved, file) for name, saved in read.tensors.items()}
+    return replace(read, files={file: SavedFile(size, 0)}, tensors=tensors)
+
+
+def _in_file(saved: SavedTensor, file: str) -> SavedTensor:
     return replace(saved, boxes=tuple(replace(each, file=file) for each in saved.boxes))
 
 
@@ -169,10 +187,10 @@ def checksums_of(values: Tensor) -> shard_file.Checksums:
     return tuple(running)[1:]
 
 
-def seal(slot: Slot, whose: bytes, mark: int, parts: Sequence[TensorBox], described: Manifest) -> Header:
+def seal(slot: Slot, whose: Whose, parts: Sequence[TensorBox], described: Manifest) -> Header:
     """Make the bytes of the parts, which are in the slot, a copy: with checksums and manifest, and then the header.
 
-    `whose`, `mark`: see `Header`. `described`: a manifest with the training state and the configuration.
+    `described`: a manifest with the training state and the configuration.
     """
     ranges = byte_ranges(parts)
     sums = [checksums_of(slot.memory[where.start : where.stop]) for where in ranges]
@@ -181,6 +199,6 @@ def seal(slot: Slot, whose: bytes, mark: int, parts: Sequence[TensorBox], descri
     if start + len(text) > len(slot.memory):
         raise MegaliteError(f"the manifest of a copy in memory has grown to {len(text)} bytes: please report it")
     os.pwrite(slot.descriptor, text, start)
-    header = Header(whose, described.training.iteration, mark, start, start + len(text), zlib.crc32(text))
+    header = Header(whose, described.training.iteration, start, start + len(text), zlib.crc32(text))
     slot.commit(header)
     return header

@@ -1,5 +1,7 @@
 """Spare nodes: a node may wait without ranks, and take the place of one that is lost or sick.
 
+An elastic run has fewer seats where nodes are too few, and more once they are back.
+
 The launcher numbers nodes. A *seat* is the place of a node in training: its ranks are those of the node with the seat's
 number in a run without spares. Before each generation, rank 0's agent decides which node has which seat. It knows who
 is alive by a process of each agent that adds to a number in the store every second. Node 0 always has seat 0: it may
@@ -8,6 +10,7 @@ host the store.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -27,6 +30,8 @@ from megalite.small_files import parse_json, read_small_file
 _BETWEEN_BEATS = 1.0  # seconds
 _SILENT_BEATS = 5
 """Beats that a node may miss before it counts as lost."""
+_RETURNS = 3
+"""Times that a run begins again because a node is back: one that comes and goes would keep it from getting on."""
 _LEASE_SECONDS = 20
 """Seconds without an answer of the store after which a node ends its ranks: another one may have its seat."""
 
@@ -40,8 +45,15 @@ class Seats:
         sick: nodes that are to have no seat if there are others.
     """
 
-    def __init__(self, nodes: int, spare: int) -> None:
-        """Give the first nodes the seats. `spare`: the number of nodes without one."""
+    def __init__(self, nodes: int, spare: int, multiple: int = 0) -> None:
+        """Give the first nodes the seats.
+
+        Args:
+            nodes: number of all nodes.
+            spare: number of those without a seat.
+            multiple: the number of seats may change to a multiple of this; 0: it may not.
+        """
+        self._most, self._multiple = nodes - spare, multiple
         self.nodes, self.absent = list(range(nodes - spare)), set[int]()
         self._all, self.sick = range(nodes), set[int]()
         self._last: int | None = None
@@ -80,6 +92,27 @@ class Seats:
                 changed.append((seat, before, before not in self.absent))
         return changed
 
+    @property
+    def room(self) -> int:
+        """Return how many seats the nodes that are there can take, of an elastic run; others have what they have."""
+        if not self._multiple:
+            return len(self.nodes)
+        there = sum(node not in self.absent for node in self._all)
+        return min(self._most, there // self._multiple * self._multiple)
+
+    def resize(self) -> bool:
+        """Have fewer or more seats, as the nodes that are there can take. Returns whether their number has changed.
+
+        Nodes that have a seat keep one before others, and sick nodes get one last.
+        """
+        room = self.room
+        if not room or room == len(self.nodes):
+            return False
+        there = [node for node in self._all if node not in self.absent]
+        there.sort(key=lambda node: (node in self.sick and node > 0, node not in self.nodes))
+        self.nodes = sorted(there[:room])
+        return True
+
 
 class Spares:
     """Nodes of a run with spare ones, as an agent knows them; only rank 0's agent knows all.
@@ -95,7 +128,10 @@ class Spares:
         assert place.local_world_size is not None
         self._node_ranks = place.local_world_size
         nodes, self.node = place.world_size // self._node_ranks, place.rank // self._node_ranks
-        self.seats = Seats(nodes, first.hello["spare_nodes"])
+        self._needed = math.lcm(first.hello["replica_ranks"], self._node_ranks)
+        """Ranks of whole nodes that hold whole replicas, of an elastic run; 0 for others."""
+        self.seats = Seats(nodes, first.hello["spare_nodes"], self._needed // self._node_ranks)
+        self._losses = [0] * nodes
         self._hosts: dict[int, str] = {}
         self._directory = Path(first.hello["save"])
         self._caller = fork_caller(first, baseline, partial(_beat, self.node, nodes))
@@ -125,34 +161,51 @@ class Spares:
         """Return the launcher's numbers of the ranks of absent nodes."""
         return {rank for node in self.seats.absent for rank in self._ranks_of(node)}
 
-    def mark_present(self, ranks: Iterable[int], host: str) -> None:
-        """Note that a node is there. `ranks`: the launcher's numbers of its ranks."""
+    def mark_present(self, ranks: Iterable[int], host: str) -> int:
+        """Note that a node is there, and return its number. `ranks`: the launcher's numbers of its ranks."""
         node = min(ranks) // self._node_ranks
         self._hosts[node] = host
         self.seats.absent.discard(node)
+        return node
 
     def mark_absent(self, ranks: Iterable[int]) -> None:
         """Note that the nodes of these ranks are not there."""
-        self.seats.absent.update(rank // self._node_ranks for rank in ranks)
+        for node in {rank // self._node_ranks for rank in ranks}:
+            self.mark_lost(node)
 
     def mark_lost(self, node: int) -> str:
         """Note that a node is lost. Returns its name."""
+        if node not in self.seats.absent:
+            self._losses[node] += 1
         self.seats.absent.add(node)
         return self._name(node)
 
+    def growth(self, node: int) -> str:
+        """Return a text on a node with which more ranks can train; "" if they cannot, or it comes and goes."""
+        if self._losses[node] > _RETURNS or self.seats.room <= len(self.seats.nodes):
+            return ""
+        return f"{self._host(node)} is back"
+
     def fill(self) -> str:
-        """Give free nodes the seats of absent and sick nodes. Returns a text on who takes whose place, or ""."""
+        """Give free nodes the seats of absent and sick nodes. Returns a text on who takes whose place, or "".
+
+        An elastic run begins with fewer or more seats, if the nodes that are there can take so many.
+        """
         named = sick_nodes(self._directory)
         self.seats.sick.update(node for node, host in self._hosts.items() if host in named)
-        told = []
-        for seat, before, sick in self.seats.fill():
+        before, told = self.world_size, []
+        if self.seats.resize():
+            told.append(
+                f"{self.world_size} ranks instead of {before}, on {', '.join(map(self._host, self.seats.nodes))}"
+            )
+        for seat, node, sick in self.seats.fill():
             why = (
                 f"which {SICK_NODES} names"
-                if self._host(before) in named
+                if self._host(node) in named
                 else "on which ranks have failed twice in a row"
             )
             told.append(
-                f"{self._host(self.seats.nodes[seat])} takes the place of {self._host(before)} "
+                f"{self._host(self.seats.nodes[seat])} takes the place of {self._host(node)} "
                 f"({ranks_text(self._ranks_of(seat))}), {why if sick else 'which is lost'}"
             )
         return "; ".join(told)
@@ -165,7 +218,19 @@ class Spares:
         ranks = [rank for seat in missing for rank in self._ranks_of(seat)]
         hosts = ", ".join(self._host(self.seats.nodes[seat]) for seat in missing)
         verb = "is" if len(missing) == 1 else "are"
+        if self._needed:
+            return self._too_few(f"{hosts} {verb} lost")
         return f"{ranks_text(ranks)} cannot start: {hosts} {verb} lost, and no spare node is left"
+
+    def _too_few(self, lost: str) -> str:
+        """Return a text on what is missing of one replica. `lost`: who is."""
+        needed = self._needed
+        left = len(self._hosts.keys() - self.seats.absent) * self._node_ranks
+        nodes = (needed - left) // self._node_ranks
+        return (
+            f"{lost}, and one replica of the model needs {needed} ranks: of {left} ranks that are left, "
+            f"{needed - left} are missing ({nodes} node{'s' * (nodes != 1)})"
+        )
 
     def waiting(self) -> str:
         """Return a text on the nodes that wait."""

@@ -244,6 +244,7 @@ if rank == 2:
     ]
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_while_messages_are_timed_is_named_though_its_launcher_ends_all(doctor: Doctor) -> None:
     before = """
 from megalite.extras.doctor.bandwidth import Measurement

@@ -174,6 +174,7 @@ def test_the_classes_stand_in_the_configuration(tmp_path: Path) -> None:
         with_device_classes(again, 3)
 
 
+@pytest.mark.wide
 def test_a_plan_of_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "classes.toml").write_text(halves((1, 1), 2))
     flags = [*RUN, "--device-classes", str(tmp_path / "classes.toml"), "--gpus", "4"]

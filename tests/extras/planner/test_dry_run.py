@@ -127,6 +127,7 @@ def dry_run_and_host(config: RunConfig, ranks: int, rank: int) -> tuple[DryRun, 
         return dry_run(config, ranks, rank, of_gpu=False), of_host[0]
 
 
+@pytest.mark.wide_except("2-flags1", "8-flags7")
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

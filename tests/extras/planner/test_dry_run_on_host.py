@@ -33,6 +33,7 @@ def planned(flags: str, *, of_gpu: bool = False) -> DryRun:
     return dry_run(parse_arguments(config(flags)).config, 1, 0, of_gpu=of_gpu)
 
 
+@pytest.mark.wide_except("--optimizer-offload-fraction 0.3 --bf16")
 @pytest.mark.parametrize(
     "flags",
     [

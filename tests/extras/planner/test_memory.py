@@ -38,6 +38,12 @@ LAYOUTS = [
 RANKS = 32
 
 
+@pytest.mark.wide_except(
+    "--tp 2 --sequence-parallel --use-distributed-optimizer",
+    "--pp 4 --pipeline-schedule zb-v --recompute-activations",
+    "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
+    "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_is_that_of_a_dry_run(layout: str) -> None:
     """Kept memory is the same. Transient memory is that of the largest part, so the peak may differ by some percent."""

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 import yaml
 
 from megalite.config.parse import parse_arguments
@@ -73,6 +74,7 @@ def test_layouts_come_out_as_table_files_and_commands(tmp_path: Path) -> None:
     assert config.training.micro_batch_size == found["plans"][0]["row"]["MBS"]
 
 
+@pytest.mark.wide
 def test_the_layout_of_a_script_is_planned(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(SCRIPT)
     text = plan("--translate", "train.sh", "--cluster", "A100-SXM-80GB", "--explain", folder=tmp_path)
@@ -83,6 +85,7 @@ def test_the_layout_of_a_script_is_planned(tmp_path: Path) -> None:
     assert "layouts of" not in text
 
 
+@pytest.mark.wide
 def test_what_does_not_fit_says_what_would_save_it() -> None:
     large = words("--num-layers 4 --hidden-size 65536 --num-attention-heads 8")
     text = plan(*RUN, *large, *KEPT, "--gpus", "2", expected=64)
@@ -91,6 +94,7 @@ def test_what_does_not_fit_says_what_would_save_it() -> None:
     assert "Traceback" not in text
 
 
+@pytest.mark.wide
 def test_automatic_stages_are_written_out(run: Run, tmp_path: Path) -> None:
     flags = words("--num-layers 5 --micro-batch-size 1 --train-iters 1 --pp 2 --pipeline-model-parallel-layout auto")
     run(*GPT2, *NO_DROPOUT, *flags, "--save", tmp_path / "run", world_size=2)

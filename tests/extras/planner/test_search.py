@@ -83,6 +83,7 @@ def every_plan(planner: Planner, keep: tuple[str, ...] = ()) -> list[Plan]:
     return found
 
 
+@pytest.mark.wide_except("config0-85000000000.0-keep0", "config1-7000000000.0-keep1")
 @pytest.mark.parametrize(
     ("config", "memory", "keep"),
     [

@@ -26,6 +26,7 @@ def found(flags: str, parts: int, ranks: int = 1) -> DryRun:
     return dry_run(replace(config, model=replace(config.model, vocab_size=128)), ranks, 0)
 
 
+@pytest.mark.wide_except("--tp 2 --sequence-parallel-2")
 @pytest.mark.parametrize(("flags", "ranks"), [("", 1), ("--tp 2 --sequence-parallel", 2)])
 def test_a_layer_keeps_nothing_wide_for_backward(flags: str, ranks: int) -> None:
     """It leaves out the norm's output and statistics, gate and up, and what the activation makes of them. Its input is
@@ -35,6 +36,7 @@ def test_a_layer_keeps_nothing_wide_for_backward(flags: str, ranks: int) -> None
     assert found(flags, 3, ranks).memory.activations == found(flags, 4, ranks).memory.activations
 
 
+@pytest.mark.wide_except("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 @pytest.mark.parametrize("flags", ["", FULL])
 def test_the_peak_has_the_wide_tensors_of_one_part(flags: str) -> None:
     """In backward: gate and up with their gradients, and one more of the inner width; beside the norm's output and its
@@ -44,6 +46,7 @@ def test_the_peak_has_the_wide_tensors_of_one_part(flags: str) -> None:
     assert found(flags, 1).peak - of_two > of_two - of_four
 
 
+@pytest.mark.wide
 def test_weight_gradients_that_wait_keep_the_wide_tensors() -> None:
     """They do so under zero-bubble schedules, from the backward of the inputs on; forward keeps none."""
     flags = "--pp 2 --pipeline-schedule zb-h1 --global-batch-size 4"

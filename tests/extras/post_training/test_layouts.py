@@ -74,6 +74,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.wide_except("tp2-sequence", "pp2", "dp2-zero3")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name == "tp2-pp2")) for name in LAYOUTS]
 )
@@ -124,6 +125,7 @@ def generating(layout: str, dtype: str) -> list[Cell]:
     return [replace(cell, etp=changes.get("tp", 1), **changes) for cell in cells]
 
 
+@pytest.mark.wide_except("tp2", "dp2-zero3")
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2-pp2", "interleaved"))) for name in GENERATING],

@@ -91,6 +91,7 @@ class Node:
             "save": "run",
             "copies": False,
             "spare_nodes": 0,
+            "replica_ranks": 0,
             "meeting_seconds": 30.0,
             "environment": environment,
         }
@@ -296,3 +297,17 @@ def test_a_node_whose_ranks_have_finished_waits_for_others(node: Node) -> None:
     node.agent._end_generation()
     assert node.agent._deadline is None
     assert lines.fileno() >= 0
+
+
+def test_ranks_with_new_numbers_get_the_memory_of_their_node() -> None:
+    agent = object.__new__(Agent)
+    files = {rank: [os.memfd_create("a"), os.memfd_create("b")] for rank in (4, 5, 6)}
+    agent._memory = dict(files)
+    agent._keep_memory({6, 0, 1})
+    assert agent._memory == {6: files[6], 0: files[4], 1: files[5]}
+    agent._keep_memory({0})
+    assert agent._memory == {0: files[4]}
+    for number in (*files[5], *files[6]):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
+    agent._keep_memory(set())

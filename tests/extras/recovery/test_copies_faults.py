@@ -23,10 +23,10 @@ from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.copies import Copies
 from megalite.extras.recovery.interval import SHARE, Price, interval_for
 from megalite.extras.recovery.partner import Links, partners_of, rounds_of
-from megalite.extras.recovery.slot import FOLDER, Header, Slot, seal
+from megalite.extras.recovery.slot import FOLDER, Header, Slot, Whose, seal
 from megalite.parallel.sharding import Box
 from megalite.process import host
-from tests.extras.recovery.memory import Memory, born, train
+from tests.extras.recovery.memory import Life, Memory, born, train
 from tests.extras.recovery.test_copies import assert_same, hosts, memory
 from tests.harness.rank_pool import RankPools
 
@@ -35,23 +35,39 @@ EVERY = "--memory-checkpoint-interval 1"
 
 
 def test_the_chosen_step_is_the_newest_that_each_rank_can_have() -> None:
-    three, four, five = Taken(3, 9), Taken(4, 9), Taken(5, 9)
-    assert choose([[three, four], [four, three]], [[three, four], [four, three]], [1, 0]) == Choice(four, {})
-    assert choose([[three, four], [three]], [[], []], [1, 0]) == Choice(three, {})
-    assert choose([[three, four], []], [[four], []], [1, 0]) == Choice(four, {1: 0})
-    assert choose([[four], [three]], [[], []], [1, 0]) is None
-    assert choose([[four], []], [[four], []], None) is None
-    assert choose([[], [five], [five]], [[five], [], []], [1, 2, 0]) is None  # rank 0 keeps that of rank 2
-    assert choose([[], [five], [five]], [[], [five], []], [1, 2, 0]) == Choice(five, {0: 1})
+    three, four = Taken(3, 9, 2, "2"), Taken(4, 9, 2, "2")
+    here = {0: 0, 1: 1}
+    assert choose([[(three, 0), (four, 0)], [(four, 1), (three, 1)]]) == Choice(four, here)
+    assert choose([[(three, 0), (four, 0)], [(three, 1)]]) == Choice(three, here)
+    assert choose([[(four, 0), (four, 1)], []]) == Choice(four, {0: 0, 1: 0})
+    assert choose([[(four, 0)], [(three, 1)]]) is None
+    assert choose([[(four, 1)], [(four, 1), (four, 0)]]) == Choice(four, {1: 1, 0: 1})
+    assert choose([[], [], []]) is None
+
+
+def test_copies_of_another_number_of_ranks_are_chosen_whole() -> None:
+    of_two, of_three = Taken(5, 9, 2, "2"), Taken(6, 8, 3, "3")
+    assert choose([[(of_three, 0), (of_two, 0)], [(of_three, 1), (of_two, 1)]]) == Choice(of_two, {0: 0, 1: 1})
+    assert choose([[(of_three, 0), (of_three, 2)], [(of_three, 1)]]) == Choice(of_three, {0: 0, 2: 0, 1: 1})
+
+
+def test_only_copies_that_partners_keep_are_fetched() -> None:
+    five = Taken(5, 9, 3, "3")
+    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, "3") == {}
+    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched((1, 2, 0), "3") == {0: 1}
+    assert Choice(five, {0: 2, 1: 1, 2: 2}).fetched((1, 2, 0), "3") is None
+    assert Choice(five, {0: 1, 1: 1, 2: 2}).fetched(None, "3") is None
+    assert Choice(five, {0: 0, 1: 1, 2: 2}).fetched(None, "4") is None
 
 
 def test_copies_of_different_starts_are_not_chosen_together() -> None:
-    old, new = Taken(4, 70), Taken(4, 7)
-    assert choose([[old], [new]], [[], []], [1, 0]) is None
-    assert choose([[old, Taken(3, 7)], [new, Taken(3, 7)]], [[], []], [1, 0]) == Choice(Taken(3, 7), {})
-    assert choose([[old], [new]], [[old], [new]], [1, 0]) == Choice(old, {1: 0})
+    old, new = Taken(4, 70, 2, "2"), Taken(4, 7, 2, "2")
+    older = Taken(3, 7, 2, "2")
+    assert choose([[(old, 0)], [(new, 1)]]) is None
+    assert choose([[(old, 0), (older, 0)], [(new, 1), (older, 1)]]) == Choice(older, {0: 0, 1: 1})
 
 
+@pytest.mark.wide
 def test_a_node_of_another_attempt_does_not_mix_in(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
     """Two attempts took copies of the same step, and only one node of each is there."""
     attempts, nodes = [memory(2), memory(2)], ["a", "b"]
@@ -105,7 +121,7 @@ def sealed(slot: Slot, step: int) -> Header:
     slot.allocate(20000)
     slot.discard()
     slot.memory[slot_module.HEADER : slot_module.HEADER + 200].fill_(step)
-    return seal(slot, b"r" * 32, 5, PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
+    return seal(slot, Whose(b"r" * 16, b"l" * 16, 2, 1, 5), PARTS, Manifest(TrainingState(step, 0, 0), {}, {}, {}))
 
 
 def test_every_flipped_byte_of_a_slot_is_noticed() -> None:
@@ -194,6 +210,7 @@ def dies(
     return (life.how,)
 
 
+@pytest.mark.wide_except("while it copies-0", "before the commit-1", "before the partner's commit-0")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_common_step_is_left_wherever_a_rank_dies(
@@ -211,6 +228,10 @@ def test_a_common_step_is_left_wherever_a_rank_dies(
     assert len({how for how, *_ in ended}) == 1
     if point in ("while it copies", "before the commit"):
         assert ended[0][0].endswith("step 2")
+
+
+def own_steps(life: Life) -> list[int]:
+    return sorted(header.step for slot in life.copies._own if (header := slot.header()) is not None)
 
 
 def overtakes(memory: Memory, nodes: Sequence[str], folder: Path) -> list[list[int]]:
@@ -237,11 +258,11 @@ def overtakes(memory: Memory, nodes: Sequence[str], folder: Path) -> list[list[i
             life.trainer.step()
             life.copies.after_step(busy=on_any_rank([life.copies.busy], life.trainer.mesh)[0])
             time.sleep(0.2)
-            found.append(sorted(step for step, _ in copies_module._copies(life.copies._own, life.copies._identity)))
+            found.append(own_steps(life))
         held.set()
         life.wait()
         life.step()
-    found.append(sorted(step for step, _ in copies_module._copies(life.copies._own, life.copies._identity)))
+    found.append(own_steps(life))
     return found
 
 
@@ -267,6 +288,7 @@ def flip(memory: Memory, rank: int, step: int, *, kept: bool) -> None:
     raise AssertionError(f"no copy of step {step}")
 
 
+@pytest.mark.wide_except("both")
 @pytest.mark.parametrize("how", ["own", "both", "all"])
 def test_a_damaged_copy_is_not_loaded(how: str, memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
     """The partner's is used; with both damaged an older step; with all damaged nothing of them."""
@@ -357,6 +379,7 @@ def notes_of(memory: Memory, nodes: Sequence[str], folder: Path) -> str:
     return born(memory, nodes, folder, EVERY, restarts="0").copies.notes[0]
 
 
+@pytest.mark.wide
 def test_ranks_whose_launcher_replaces_no_nodes_have_no_partners(
     memory: Any, rank_pools: RankPools, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
         os.close(number)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("others", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_copies_older_than_a_damaged_checkpoint_are_used(others: bool, tmp_path: Path) -> None:
     """The newest checkpoint on disk is damaged; another one there is older than the copies, or there is none."""

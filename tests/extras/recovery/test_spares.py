@@ -88,7 +88,11 @@ def test_a_node_that_computed_wrong_numbers_gets_no_seat(tmp_path: Path, monkeyp
     (tmp_path / "sick_nodes.jsonl").write_text(
         '{"node": "b", "rank": 2, "why": "sticky fault in a gradient", "step": 8}\n{"node": "c\n'
     )
-    first = Launched(lines=cast(Lines, None), hello={"spare_nodes": 1, "save": str(tmp_path)}, place=Place(0, 0, 6, 2))
+    first = Launched(
+        lines=cast(Lines, None),
+        hello={"spare_nodes": 1, "replica_ranks": 0, "save": str(tmp_path)},
+        place=Place(0, 0, 6, 2),
+    )
     spares = spares_module.Spares(first, set())
     for node, host in enumerate("abc"):
         spares.mark_present([2 * node, 2 * node + 1], host)

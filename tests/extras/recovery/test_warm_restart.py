@@ -58,6 +58,7 @@ def disturb(
         return restarts(job)
 
 
+@pytest.mark.wide_except("backward/3/2/kill")
 @pytest.mark.parametrize(
     "fault",
     [
@@ -99,6 +100,7 @@ def test_a_run_goes_on_after_a_hang(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_after_a_second_death_during_recovery(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     said = disturb(campaign, Fault("forward", 2, 2, "kill"), Fault("loading", 1, 0, "kill"))
@@ -111,6 +113,7 @@ def test_bad_data_ends_the_run(tmp_path: Path) -> None:
     assert disturb(campaign, Fault("forward", 1, 2, "data"), code=64) == []
 
 
+@pytest.mark.wide
 def test_three_generations_without_progress_end_the_run(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     faults = [Fault(phase, 1, 1, "kill") for phase in ("forward", "backward", "reduce")]  # one a generation
@@ -136,6 +139,7 @@ def test_a_stop_signal_ends_the_run_for_good(number: int, tmp_path: Path) -> Non
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_stop_file_during_recovery_ends_the_run(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     campaign.directory.mkdir()
@@ -213,6 +217,7 @@ def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_
     assert job.wait(30.0) == [85, 85], job.stderr(0)
 
 
+@pytest.mark.wide
 def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path) -> None:
     """The shell ends in the middle of the run, so that it is the process's parent when the run begins."""
     flags = [*MOCK, *GPT2, "--train-iters", "60", "--save", str(tmp_path / "run"), "--resume", "auto"]
@@ -225,6 +230,7 @@ def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path)
     assert iterations(tmp_path / "run") == list(range(1, 61))
 
 
+@pytest.mark.wide
 def test_one_process_alone_goes_on(start: Start, tmp_path: Path) -> None:
     flags = [*GPT2, "--train-iters", 1000, "--save", tmp_path / "run", "--save-interval", 1, "--resume", "auto"]
     job = start(*flags, "--warm-restart")

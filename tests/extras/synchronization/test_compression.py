@@ -47,6 +47,7 @@ LAYOUTS = {
 LOSSY = ["fp16", "bf16", "int8", "fp8", "topk", "randomk", "threshold", "signsgd", "count-sketch", "powersgd"]
 
 
+@pytest.mark.wide_except("topk-dp 3", "topk-tp 2", "topk-zb-v", "threshold-zero 1", "topk-experts")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", EXACT)
 def test_what_leaves_out_nothing_is_plain_data_parallelism(method: str, layout: str, rank_pools: RankPools) -> None:
@@ -72,6 +73,15 @@ def assert_same(ours: list[Outcome], theirs: list[Outcome]) -> None:
             assert_bits_equal(values, other.held[name][1], name)
 
 
+@pytest.mark.wide_except(
+    "fp8-",
+    "randomk-",
+    "threshold-",
+    "signsgd-",
+    "count-sketch-",
+    "int8---tp 2 --sequence-parallel",
+    "topk---pp 2 --overlap-grad-reduce",
+)
 @pytest.mark.parametrize(
     ("method", "flags"),
     [(method, "") for method in LOSSY]
@@ -304,6 +314,12 @@ def skipping(flags: str) -> tuple[list[bool], list[dict[str, Tensor]]]:
     return skipped, found
 
 
+@pytest.mark.wide_except(
+    "--gradient-compression int8",
+    "--gradient-compression topk",
+    "--gradient-compression powersgd --compression-rank 2",
+    "--local-update diloco --local-update-period 3",
+)
 @pytest.mark.parametrize(
     "flags",
     [

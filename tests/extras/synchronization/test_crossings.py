@@ -139,6 +139,12 @@ def shown(row: Row) -> str:
 ROWS = covering_array(COMPRESSION, compressible, candidates=4)
 
 
+@pytest.mark.wide_except(
+    "fp16-dp3-zero1-warmup1-micro_batch_size1-untiedTrue-resumedTrue-evaluatesTrue-dropout0.1",
+    "topk-sites-zero1-feedbackTrue-warmup1-micro_batch_size1-resumedTrue-evaluatesTrue",
+    "powersgd-tp2-feedbackTrue-micro_batch_size2-untiedTrue-dropout0.1",
+    "dgc-zb-v-feedbackTrue-warmup1-micro_batch_size1-resumedTrue-clip0.5",
+)
 @pytest.mark.parametrize("row", wide_except(ROWS, every_value_once(ROWS)), ids=shown)
 def test_a_compression_leaves_no_trace_of_loss_scales_and_interruptions(
     row: Row, rank_pools: RankPools, tmp_path: Path
@@ -231,6 +237,13 @@ def by_hand(update: str, period: int, warmup: int) -> tuple[list[float], list[fl
 LOCAL_ROWS = covering_array(LOCAL, local, candidates=4)
 
 
+@pytest.mark.wide_except(
+    "local-sgd-sites-period2-warmup2-cp2-saved5-evaluatesTrue",
+    "momentum-pp2-period3-warmup2-pp2-saved2-evaluatesTrue",
+    "easgd-gradients-period3-saved1-evaluatesTrue",
+    "diloco-shards-period3-warmup2-fp16 --compression-warmup-iters 8-gradients-saved5",
+    "fedavg-tp2-period2-fp16 --compression-warmup-iters 8-tp2-saved2",
+)
 @pytest.mark.parametrize("row", wide_except(LOCAL_ROWS, every_value_once(LOCAL_ROWS)), ids=shown)
 def test_replicas_are_networks_by_hand_whatever_else_happens(row: Row, rank_pools: RankPools, tmp_path: Path) -> None:
     method = f"--local-update {UPDATES[row['update']][0]} --local-update-period {row['period']}"

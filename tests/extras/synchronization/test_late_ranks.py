@@ -124,6 +124,7 @@ def told(decision: Decision) -> list[int]:
     return [number for first, last in decision.samples for number in range(first, last + 1)]
 
 
+@pytest.mark.wide_except("overlap", "zero 1", "tp", "zb-v", "cp")
 @pytest.mark.parametrize(
     ("world_size", "copies", "flags"),
     [
@@ -148,6 +149,7 @@ def test_the_rest_is_trained_as_by_one_process(world_size: int, copies: int, fla
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none"
 
 
+@pytest.mark.wide_except("experts", "muon in instances")
 @pytest.mark.parametrize(
     ("world_size", "flags"),
     [

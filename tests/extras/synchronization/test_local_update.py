@@ -220,6 +220,9 @@ CASES = {
 }
 
 
+@pytest.mark.wide_except(
+    "post-local sgd", "fedavg after a warm-up", "easgd", "diloco", "delayed", "tensor parallel", "sharded sites"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_replicas_are_networks_that_exchange_weights(case: str, rank_pools: RankPools) -> None:
     flags, ranks, method = CASES[case]
