@@ -27,6 +27,9 @@ class RecoveryConfig:
     elastic: bool = False
     """Go on with fewer nodes where no spare one is left, in whole replicas of the model, and with more once they are
     back. The micro-batches of a step are then divided as equally as its ranks allow."""
+    survivors_finish_step: bool = False
+    """When a rank fails, the replicas without it finish their micro-batches of the step, and keep the gradients in
+    memory; the ranks that start again divide those that are left."""
 
     @property
     def goes_on_without_nodes(self) -> bool:
@@ -60,7 +63,7 @@ class RecoveryConfig:
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic"
+        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic survivors_finish_step"
         yield from needs(recovery, names, "--warm-restart")
         return
     if checkpoint.save is None:

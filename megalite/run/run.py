@@ -264,6 +264,9 @@ class RunSynchronization(Synchronization):
 
 def make_synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronization:
     """Return how the ranks of this mesh, all of a run, bring together what they learn. Called by all ranks together."""
+    if config.recovery.survivors_finish_step:
+        survivors: RunSynchronization = entry_point("survivors")(mesh)
+        return survivors
     if config.synchronization.is_plain:
         return RunSynchronization(mesh)
     found: RunSynchronization = entry_point("synchronization")(config, mesh)

@@ -34,7 +34,7 @@ class Memory:
 
     @staticmethod
     def of(ranks: int) -> Memory:
-        return Memory(tuple(tuple(os.memfd_create(f"slot {n}") for n in range(4)) for _ in range(ranks)), os.getpid())
+        return Memory(tuple(tuple(os.memfd_create(f"slot {n}") for n in range(5)) for _ in range(ranks)), os.getpid())
 
     def close(self) -> None:
         for number in (number for numbers in self.files for number in numbers):

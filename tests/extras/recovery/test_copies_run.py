@@ -59,7 +59,7 @@ def losses(folder: Path) -> list[tuple[float, ...]]:
 
 def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
     """There is no checkpoint on disk. Each step is in the metrics once, with the numbers of a run without a kill."""
-    files = tuple(os.memfd_create(f"slot {number}") for number in range(4))
+    files = tuple(os.memfd_create(f"slot {number}") for number in range(5))
     first = started(tmp_path / "a", files)
     path, until = tmp_path / "a" / "metrics.jsonl", time.monotonic() + 240
     while not path.exists() or path.read_text().count("\n") < 10:
@@ -87,7 +87,7 @@ def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("others", [True, pytest.param(False, marks=pytest.mark.wide)])
 def test_copies_older_than_a_damaged_checkpoint_are_used(others: bool, tmp_path: Path) -> None:
     """The newest checkpoint on disk is damaged; another one there is older than the copies, or there is none."""
-    files, run = tuple(os.memfd_create(f"slot {number}") for number in range(4)), tmp_path / "run"
+    files, run = tuple(os.memfd_create(f"slot {number}") for number in range(5)), tmp_path / "run"
     state = json.dumps({"began": 0.0, "stop": None, "descriptor": -1, "process": 0})
     warm = ["--warm-restart", "--memory-checkpoint-interval", "1", "--exit-interval", "6"]
     warm += ["--save-interval", "3" if others else "6"]
