@@ -20,12 +20,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection, Set
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE
+from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
 from megalite.extras.recovery.notices import Notices
@@ -38,13 +39,15 @@ from megalite.process.signals import STOP_SIGNALS
 if TYPE_CHECKING:
     from megalite.extras.recovery.spares import Spares
 
-_MEMORY_FILES_OF_A_RANK = 4
+_MEMORY_FILES_OF_A_RANK = 5
 _WITHOUT_PROGRESS = 3
 """Generations after which the run is given up: all begun after the same step, or in a row and none begun."""
 _GRACE_SECONDS = 0.5  # for other ranks to say why, after one has ended with an exit code
 _LAST_SECONDS = 60.0  # for the ranks of a run that ends on purpose
 _MEETING_SECONDS = 60.0  # for the other agents, which have learned of the end of a generation
 _LEAVING_SECONDS = 5.0  # for the other agents to learn of the end, from a store that ends with this process
+_FINISHING_SECONDS = 45.0  # for ranks to finish their step after another one has failed; less than for meeting
+_LOOK_SECONDS = 0.02  # between looks at whether they have
 _RESTART_SECONDS = 600.0  # for a launcher to start the ranks again
 _COMING_SECONDS = 60.0  # for the first rank to come
 _STORE_SECONDS = 60.0  # for a store that answers late, beyond the time for ranks to meet
@@ -82,6 +85,7 @@ class Agent:
         self._begun: int | None = None
         self._history: list[tuple[int, int | None, str]] = []
         self._why, self._failed_at = "", 0.0
+        self._replica_of: Callable[[int], int] = lambda rank: 0
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -393,6 +397,8 @@ class Agent:
                 names = (f"megalite rank {number} {i}" for i in range(_MEMORY_FILES_OF_A_RANK))
                 self._memory[number] = [os.memfd_create(name) for name in names]
             files = self._memory[number]
+            rank.marks = Marks(files[-1])
+            rank.marks.clear()
         fork_rank(rank, self._generation, files, self._baseline)
         self._on_read(rank.pipe, partial(self._hear, rank))
         descriptor = os.pidfd_open(rank.process)
@@ -412,6 +418,9 @@ class Agent:
             word, _, number = line.partition(" ")
             if word == "end":
                 rank.told = int(number)
+            elif word == "replicas":
+                stride, replicas = map(int, number.split())
+                self._replica_of = lambda rank: rank // stride % replicas
             elif word == "begun" and self._begun is None:
                 self._begun = int(number)
                 if self._decides and self._why:
@@ -460,9 +469,25 @@ class Agent:
         grace = 0.0 if code < 0 else _GRACE_SECONDS
         # With EXIT_RESUMABLE a rank ends because of another one.
         node = None if self._spares is None or code == EXIT_RESUMABLE else self._spares.node
-        self._first_word("over", {"failed": why, "grace": grace, "node": node})
+        self._first_word("over", {"failed": why, "grace": grace, "node": node, "ranks": [number]})
         self._state = "ending"
-        self._wait(grace, self._kill_all)
+        self._let_finish([number], grace)
+
+    def _let_finish(self, failed: Collection[int], seconds: float) -> None:
+        """End the ranks after some time, but let those finish their step that need none of the failed ones."""
+        lost = {self._replica_of(rank) for rank in failed}
+        for rank in self._ranks.values():
+            if failed and rank.process and rank.is_computing and self._replica_of(rank.trains.rank) not in lost:
+                rank.marks.ask()
+        self._wait(seconds, partial(self._kill_finished, time.monotonic() + _FINISHING_SECONDS))
+
+    def _kill_finished(self, until: float) -> None:
+        """End all ranks once those that were asked to finish their step have done so, but no later than `until`."""
+        asked = [rank for rank in self._ranks.values() if rank.process and rank.is_computing and rank.marks.is_asked]
+        if asked and time.monotonic() < until:
+            self._wait(_LOOK_SECONDS, partial(self._kill_finished, until))
+        else:
+            self._kill_all()
 
     def _kill_suspended(self) -> None:
         """Kill ranks that are suspended after others have finished: no watchdog sees it any more."""
@@ -483,8 +508,10 @@ class Agent:
         self._verdict = value
         if self._state == "running":
             self._state = "ending"
-            asked = "end" in value and "error" not in value
-            self._wait(_LAST_SECONDS if asked else value.get("grace", _GRACE_SECONDS), self._kill_all)
+            if "failed" in value:
+                self._let_finish(value.get("ranks", ()), value["grace"])
+            else:
+                self._wait(_LAST_SECONDS if "error" not in value else _GRACE_SECONDS, self._kill_all)
         if "failed" in value:
             self._why, self._failed_at = value["failed"], time.monotonic()
             if self._spares is not None:
@@ -550,10 +577,11 @@ class Agent:
 
     def _lose_node(self, spares: Spares, node: int) -> None:
         """End the generation because a node does not answer any more, unless the node only waits."""
-        trains, name = node in spares.seats.nodes, spares.mark_lost(node)
-        if trains and self._state == "running":
-            self._first_word("over", {"failed": f"{name} does not answer any more", "grace": 0.0, "lost": True})
-        elif not trains:
+        ranks, name = spares.ranks_on(node), spares.mark_lost(node)
+        if ranks and self._state == "running":
+            why = f"{name} does not answer any more"
+            self._first_word("over", {"failed": why, "grace": 0.0, "lost": True, "ranks": ranks})
+        elif not ranks:
             self._say(f"{name} does not answer any more; {spares.waiting()}")
         self._begin_if_complete()
 
@@ -565,7 +593,8 @@ class Agent:
     def _give_node_up(self, end: Message) -> None:
         """End this node alone: another one takes its place."""
         if self._state == "running":
-            self._first_word("over", {"failed": end["error"], "grace": 0.0, "lost": True})
+            ranks = [rank.trains.rank for rank in self._ranks.values()]
+            self._first_word("over", {"failed": end["error"], "grace": 0.0, "lost": True, "ranks": ranks})
         self._kill_all()
         self._state = "leaving"
         self._wait(_NOTICE_SECONDS, partial(self._end_all, {**end, "local": True}))

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, MegaliteError
 from megalite.extras.recovery import board
+from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
 from megalite.extras.recovery.rank import close_all_but, end_with_parent, run_rank, take_streams
@@ -39,6 +40,13 @@ class Launched:
     told: int | None = None
     """Exit code with which the rank has said that it ends on purpose."""
     ended: bool = False
+    marks: Marks = field(default_factory=lambda: Marks(-1))
+    """Marks by which the rank is asked to finish its step."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether the rank computes gradients that it could keep."""
+        return self.marks.descriptor >= 0 and self.marks.is_computing
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,6 @@ class Generation:
         """Tell the agent that rank r is of replica r // stride % replicas, and can finish a step without others."""
         self._tell(f"replicas {stride} {replicas}")
 
-    def tell_kept(self) -> None:
-        """Tell the agent that this rank has kept what it can, and may be ended."""
-        self._tell("kept")
-
     def _tell(self, words: str) -> None:
         if os.getpid() != self.process:
             return

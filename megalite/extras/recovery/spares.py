@@ -180,6 +180,10 @@ class Spares:
         self.seats.absent.add(node)
         return self._name(node)
 
+    def ranks_on(self, node: int) -> list[int]:
+        """Return the ranks that train on a node; none on one that waits."""
+        return list(self._ranks_of(self.seats.nodes.index(node))) if node in self.seats.nodes else []
+
     def growth(self, node: int) -> str:
         """Return a text on a node with which more ranks can train; "" if they cannot, or it comes and goes."""
         if self._losses[node] > _RETURNS or self.seats.room <= len(self.seats.nodes):

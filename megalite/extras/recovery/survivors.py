@@ -310,7 +310,7 @@ class SurvivorsTrainer(Trainer):
         Raises CommunicationError if it does not come.
         """
         memory, rest = self._memory, self._rest
-        assert memory is not None
+        assert memory is not None and self._marks is not None
         base = memory.base(self.iteration)
         sums = {name: float(value) for name, value in gradients.sums.items()}
         if base is not None and all(map(math.isfinite, sums.values())):
@@ -329,7 +329,7 @@ class SurvivorsTrainer(Trainer):
             memory.settle()
             state = TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps)
             seal(memory.slot, memory.whose, memory.parts, Manifest(state, {_SECTION: kept.to_json()}, {}, {}))
-        generation().tell_kept()
+        self._marks.set_computing(False)
         time.sleep(END_SECONDS)
         raise CommunicationError(f"another rank has failed in step {self.iteration + 1}, and this one was not ended")
 
