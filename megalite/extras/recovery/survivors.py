@@ -188,6 +188,8 @@ class SurvivorsTrainer(Trainer):
         found = usable([None if each is None else Kept.of(each) for each in told], places)
         micro_batches = self.task.batch_size.at(self.consumed_samples) // self.config.training.micro_batch_size
         done = sorted({number for kept in found.values() for number in kept.done})
+        if mesh.size("dp") == 1:
+            return "note: --survivors-finish-step: all ranks are of one replica, so that none can finish a step alone"
         if not done or done[-1] >= micro_batches:
             return None
         replicas = range(mesh.size("dp"))
