@@ -46,7 +46,7 @@ class Launched:
     @property
     def is_computing(self) -> bool:
         """Return whether the rank computes gradients that it could keep."""
-        return self.marks.descriptor >= 0 and self.marks.is_computing
+        return bool(self.process) and self.marks.descriptor >= 0 and self.marks.is_computing
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from megalite.extras.recovery import agent as agent_module
+from megalite.extras.recovery import ranks as ranks_module
 from megalite.extras.recovery.agent import Agent
+from megalite.extras.recovery.decision import Decision
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
+from megalite.extras.recovery.ranks import Ranks
 from megalite.process.place import Place
 
 
@@ -27,6 +30,7 @@ class Board:
         self._ours, self._theirs = socket.socketpair()
         self.lines = Lines(self._theirs)
         self.came: list[Message] = []
+        self.generation = 0
 
     def fileno(self) -> int:
         return self._ours.fileno()
@@ -42,17 +46,17 @@ class Board:
         self.came += messages
         self._theirs.send(b".")
 
-    def watch(self, generation: int, kind: str) -> None:
+    def begin(self) -> None:
+        self.generation += 1
+
+    def watch(self, *kinds: str) -> None:
         """Look for nothing."""
 
-    def forget(self, generation: int) -> None:
-        """Forget nothing."""
+    def first(self, kind: str, value: Message) -> None:
+        self.written.append((f"{self.generation}/{kind}", value))
 
-    def first(self, generation: int, kind: str, value: Message) -> None:
-        self.written.append((f"{generation}/{kind}", value))
-
-    def add(self, generation: int, kind: str, value: Any) -> None:
-        self.written.append((f"{generation}/{kind}", value))
+    def add(self, kind: str, value: Any) -> None:
+        self.written.append((f"{self.generation}/{kind}", value))
 
     def close(self) -> None:
         self._ours.close()
@@ -68,10 +72,10 @@ class Node:
         listener.bind(self._name)
         listener.listen()
         self.agent, self.board = Agent(listener, os.getpid(), set()), Board()
-        self._listener, self._opened = listener, []
+        self._listener, self._opened = listener, list[Lines]()
         monkeypatch.setattr(agent_module, "Notices", lambda *_: self.board)
         self.forked: list[int] = []
-        monkeypatch.setattr(Agent, "_fork", lambda _, rank: self.forked.append(rank.place.rank))
+        monkeypatch.setattr(Ranks, "fork", lambda ranks, _: self.forked.extend(ranks.by_number))
 
     def connect(self) -> Lines:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,15 +105,16 @@ class Node:
 
     def turn(self) -> None:
         """Have the agent handle what has happened."""
-        for key, _ in self.agent._selector.select(1.0):
-            if key.fd in self.agent._selector.get_map():
-                key.data()
+        self.agent._events.turn(1.0)
 
-    def time_out(self) -> None:
-        """Have the agent do what it would when it has waited long enough."""
-        assert self.agent._deadline is not None
-        (_, action), self.agent._deadline = self.agent._deadline, None
-        action()
+    def time_out(self, name: str) -> None:
+        """Have the agent do what it would when it has waited long enough for something."""
+        self.agent._events.expire(name)
+
+    @property
+    def decision(self) -> Decision:
+        assert self.agent._decision is not None
+        return self.agent._decision
 
     def close(self) -> None:
         for lines in self._opened:
@@ -140,7 +145,7 @@ def meeting(node: Node, **options: Any) -> Lines:
 
 
 def began(node: Node) -> None:
-    node.board.hear({"generation": node.agent._generation, "kind": "roster", "value": {"begin": True}})
+    node.board.hear({"generation": node.board.generation, "kind": "roster", "value": {"begin": True}})
     node.turn()
     assert node.agent._state == "running"
 
@@ -159,8 +164,8 @@ def began(node: Node) -> None:
 )
 def test_generations_without_progress_end_the_run(steps: list[int | None], expected: str | None, node: Node) -> None:
     meeting(node)
-    node.agent._history = list(zip(range(1, 6), steps, "abcdef", strict=False))
-    decided = node.agent._decide()
+    node.decision.history = list(zip(range(1, 6), steps, "abcdef", strict=False))
+    decided = node.decision._decide()
     if expected is None:
         assert decided == {"begin": True}
     else:
@@ -173,14 +178,14 @@ def test_a_generation_that_never_began_has_no_step(node: Node) -> None:
     began(node)
     node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "rank 0 died"}})
     node.turn()
-    assert node.agent._history == [(1, None, "rank 0 died")]
+    assert node.decision.history == [(1, None, "rank 0 died")]
 
 
 def test_a_process_of_the_next_attempt_waits_while_ranks_of_the_last_one_end(node: Node) -> None:
     """torchrun has killed the launcher's processes, and the agent still ends the ranks."""
     lines = meeting(node)
     began(node)
-    node.agent._ranks[0].process = 2**22 + 1  # none has this number
+    node.agent._ranks.by_number[0].process = 2**22 + 1  # none has this number
     lines.close()
     node.turn()
     with pytest.raises(Ended):
@@ -193,7 +198,7 @@ def test_a_store_that_hangs_does_not_keep_the_agent_from_ending(node: Node) -> N
     began(node)
     node.agent._state = "ending"
     node.agent._end_generation()
-    node.time_out()
+    node.time_out("verdict")
     assert end_of(lines)["end"] == 85
 
 
@@ -264,17 +269,17 @@ def test_a_rank_that_does_not_end_when_another_has_finished_is_ended(
     node.board.hear({"ready": True})
     node.turn()
     began(node)
-    first, second = node.agent._ranks.values()
+    first, second = node.agent._ranks.all
     first.told, second.process = 0, 2**22 + 1  # none has this number
     killed: list[int] = []
-    monkeypatch.setattr(Agent, "_kill", lambda self, rank: killed.append(rank.process))
+    monkeypatch.setattr(Ranks, "kill", lambda _, rank: killed.append(rank.process))
     suspended = set[int]()
-    monkeypatch.setattr(agent_module, "is_suspended", suspended.__contains__)
+    monkeypatch.setattr(ranks_module, "is_suspended", suspended.__contains__)
     node.agent._judge(first, 0)
-    node.time_out()
+    node.time_out("suspended")
     assert killed == []  # it may be busy, as rank 0 of a program of one's own that exports
     suspended.add(second.process)
-    node.time_out()
+    node.time_out("suspended")
     assert killed == [second.process]
     second.process = 0
 
@@ -284,30 +289,30 @@ def test_a_node_that_is_lost_is_no_lack_of_progress(node: Node) -> None:
     began(node)
     node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "n1 is gone", "grace": 0.0, "lost": True}})
     node.turn()
-    assert node.agent._history == []
-    assert node.agent._generation == 2
+    assert node.decision.history == []
+    assert node.board.generation == 2
 
 
 def test_a_node_whose_ranks_have_finished_waits_for_others(node: Node) -> None:
     """Ranks of another node may export for longer than a meeting may take."""
     lines = meeting(node, world=2)
     began(node)
-    node.agent._ranks[0].told = 0
-    node.agent._judge(node.agent._ranks[0], 0)
+    node.agent._ranks.by_number[0].told = 0
+    node.agent._judge(node.agent._ranks.by_number[0], 0)
     node.agent._end_generation()
-    assert node.agent._deadline is None
+    assert not node.agent._events._timers
     assert lines.fileno() >= 0
 
 
 def test_ranks_with_new_numbers_get_the_memory_of_their_node() -> None:
-    agent = object.__new__(Agent)
+    ranks = object.__new__(Ranks)
     files = {rank: [os.memfd_create("a"), os.memfd_create("b")] for rank in (4, 5, 6)}
-    agent._memory = dict(files)
-    agent._keep_memory({6, 0, 1})
-    assert agent._memory == {6: files[6], 0: files[4], 1: files[5]}
-    agent._keep_memory({0})
-    assert agent._memory == {0: files[4]}
+    ranks._memory = dict(files)
+    ranks.keep_memory({6, 0, 1})
+    assert ranks._memory == {6: files[6], 0: files[4], 1: files[5]}
+    ranks.keep_memory({0})
+    assert ranks._memory == {0: files[4]}
     for number in (*files[5], *files[6]):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
-    agent._keep_memory(set())
+    ranks.keep_memory(set())
