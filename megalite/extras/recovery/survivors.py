@@ -312,7 +312,8 @@ class SurvivorsTrainer(Trainer):
         Raises CommunicationError if it does not come.
         """
         memory, rest = self._memory, self._rest
-        assert memory is not None and self._marks is not None
+        assert memory is not None
+        assert self._marks is not None
         base = memory.base(self.iteration)
         sums = {name: float(value) for name, value in gradients.sums.items()}
         if base is not None and all(map(math.isfinite, sums.values())):
