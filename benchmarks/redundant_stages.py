@@ -4,11 +4,11 @@
 
 Pipeline ranks on this machine, 1F1B, Llama-style, fp32, AdamW, one thread a rank. Each rank also holds the weights and
 the optimizer's state of the next stage (the last rank those of the first), runs its forward for every micro-batch,
-keeps what its backward needs until the end of the step, gets its gradients, and updates its weights: should the next
-rank die, this one has all that it had. The simulator of schedules places these forwards into idle time where they fit;
-the others run at the end of the step. They are compared with the next rank's own, bit for bit, and so are the weights
-at the end. Steps of three kinds take turns: plain, redundant, and followed by a copy in memory, on the rank itself and
-on its partner.
+keeps what its backward needs until all ranks have ended theirs, gets its gradients, and updates its weights: should the
+next rank die, this one has all that it had. The simulator of schedules places these forwards into idle time where they
+fit; the others run at the end of the step. They are compared with the next rank's own, bit for bit, and so are the
+weights at the end. Steps of three kinds take turns: plain, redundant, and followed by a copy in memory, on the rank
+itself and on its partner.
 
 Ranks share the cores of this machine, so the time of a step is computed for a core a rank: the time line of the
 schedule, from the measured seconds of the CPU of each computation, and then the update. Messages take no time in it,
@@ -86,8 +86,11 @@ class Measured:
         assert self.copies is not None
         self.copies.begin(self.trainer)
 
-    def step(self, kind: str, order: Sequence[Action]) -> Observer:
-        """Run a step of a kind. The next stage's update runs after each, and counts in redundant ones alone."""
+    def step(self, kind: str, order: Sequence[Action], examine: Callable[[Observer], None] | None = None) -> None:
+        """Run a step of a kind. The next stage's update runs after each, and counts in redundant ones alone.
+
+        `examine`: is called once all ranks have run their lists.
+        """
         trainer, seconds = self.trainer, self.seconds[kind]
         micro_batches = trainer.next_micro_batches()
         observer = Observer(self.next, micro_batches, order if kind == REDUNDANT else ())
@@ -104,14 +107,20 @@ class Measured:
         finally:
             chunk.run = own
         rates = trainer.rates.at(trainer.consumed_samples)
-        self._timed(seconds, "exchange", lambda: self.next.exchange_gradients(trainer))
+        if examine is not None:
+            examine(observer)
+
+        def exchange() -> None:
+            observer.kept.clear()  # all ranks have run their backwards
+            self.next.exchange_gradients(trainer)
+
+        self._timed(seconds, "exchange", exchange)
         norm = self._timed(seconds, "update", lambda: trainer.update(gradients)).grad_norm
         self._timed(seconds, "next update", lambda: self.next.update(rates, norm))
         if kind == COPIED:
             self._timed(seconds, "copy", self._copy)
         for part, spent in observer.seconds.items():
             seconds[part].append(statistics.median(spent))
-        return observer
 
     def _timed(self, seconds: Mapping[str, list[float]], part: str, run: Callable[[], Any]) -> Any:
         """Measure a part of the step until all ranks have ended it."""
@@ -154,18 +163,20 @@ def measure(rank: int, ranks: int, micro_batches: int, flags: str, rounds: int, 
     measured = Measured(rank, ranks, flags)
     stages = measured.trainer.schedules.stages
     orders = orders_of(SCHEDULES["1f1b"], stages, micro_batches)
-    mesh, peaks = measured.mesh, list[int]()
+    mesh, peaks, saved = measured.mesh, list[int](), list[int]()
+
+    def examine(observer: Observer) -> None:
+        _compare(mesh, "activations", _digests(observer.outputs), _digests(observer.kept))
+        saved.append(saved_bytes(measured.next, observer.inputs(0), observer.micro_batches[0]))
+
     with measured.trainer.loader:
         for _ in range(WARM_UP):
             measured.step(PLAIN, ())
         peaks.append(_peak())
         placement = Placement.of(stages, orders, _durations(all_gather_json(measured.medians(), mesh)))
         for _ in range(WARM_UP):
-            observer = measured.step(REDUNDANT, placement.orders[rank])
-            _compare(mesh, "activations", _digests(observer.outputs), _digests(observer.kept))
-            observer.kept.clear()
+            measured.step(REDUNDANT, placement.orders[rank], examine)
         peaks.append(_peak())
-        saved = saved_bytes(measured.next, observer.inputs(0), observer.micro_batches[0])
         measured.begin_copies()
         for _ in range(WARM_UP):
             measured.step(COPIED, ())
@@ -181,7 +192,7 @@ def measure(rank: int, ranks: int, micro_batches: int, flags: str, rounds: int, 
     counted = {
         "parameters": sum(each.numel() for each in trainer.network.parameters()),
         "next stage": measured.next.size(),
-        "activations": micro_batches * saved,
+        "activations": micro_batches * saved[0],
         "gradients sent": sum(bucket.gradient_shard.nbytes for bucket in trainer.optimizer.buckets),
         "copy": sum(region.part.size for region in measured.copies._regions(trainer)),
         "peaks": peaks,
@@ -203,9 +214,9 @@ def figures(
 
     duration = _durations(medians)
     placement = Placement.of(stages, orders, duration)
-    computation, following = _end(stages, orders, duration), most(REDUNDANT, "update", "exchange", "next update")
+    computation, following = _end(stages, orders, duration), ("update", "exchange", "next update")
     step = computation + most(PLAIN, "update")
-    twice = _end(stages, placement.orders, duration) + following
+    twice = _end(stages, placement.orders, duration) + most(REDUNDANT, *following)
     busiest = max(sum(duration(rank, action.kind) for action in order) for rank, order in enumerate(orders))
     copy = most(COPIED, "copy")
     prices = [
@@ -232,7 +243,7 @@ def figures(
         "step_s": step,
         "idle_share": 1 - busiest / computation,
         "fitting_share": statistics.mean(placement.fitting),
-        "keeping_weights_share": (computation + following) / step - 1,
+        "keeping_weights_share": (computation + most(PLAIN, *following)) / step - 1,
         "redundant_share": twice / step - 1,
         "copy_s": copy,
         "copy_each_step_share": copy / step,
