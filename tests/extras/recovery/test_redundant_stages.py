@@ -38,14 +38,14 @@ def test_the_next_stage_is_computed_and_updated_bit_for_bit(ranks: int, rank_poo
         assert rank["copy"] == 12 * rank["parameters"]
 
 
-def placed(again: float) -> tuple[list[str], list[float], float]:
-    """Return the lists of two ranks with two micro-batches, what fits, and the end of the step."""
+def placed(again: float, ranks: int = 2) -> tuple[list[str], list[float], float]:
+    """Return the lists of all ranks with two micro-batches, what fits, and the end of the step."""
     durations: dict[str, float] = {"F": 1.0, "B": 2.0, AGAIN: again}
 
     def duration(stage: int, kind: Kind) -> float:
         return durations[kind]
 
-    stages = Stages(2)
+    stages = Stages(ranks)
     placement = Placement.of(stages, orders_of(SCHEDULES["1f1b"], stages, 2), duration)
     spans = simulate(stages, placement.orders, duration)
     return [words(order) for order in placement.orders], placement.fitting, max(own[-1].end for own in spans)
@@ -56,9 +56,15 @@ def words(order: Sequence[Any]) -> str:
 
 
 def test_redundant_forwards_run_while_a_rank_waits_and_has_their_input() -> None:
-    """Rank 0 waits from 2 to 4 and from 6 to 7, rank 1 from 0 to 1 and from 7 to 9, where the step ends."""
+    """Rank 0 of two waits from 2 to 4 and from 6 to 7, rank 1 from 0 to 1 and from 7 to 9, where the step ends. Of
+    three ranks, all wait for long enough, but rank 1 has no input at the start.
+    """
     assert placed(1.0) == (["F0 F1 W0 W1 B0 B1", "W0 F0 B0 F1 B1 W1"], [1.0, 1.0], 9.0)
     assert placed(1.5) == (["F0 F1 W0 B0 B1 W1", "F0 B0 F1 B1 W0 W1"], [0.5, 0.5], 10.5)
+    orders, fitting, end = placed(1.0, ranks=3)
+    assert orders[1].startswith("F0 F1 W0")
+    assert orders[2].startswith("W0 W1 F0")
+    assert (fitting, end) == ([1.0, 1.0, 1.0], 12.0)
 
 
 def test_copies_are_as_good_as_redundancy_at_the_break_even() -> None:
