@@ -41,6 +41,7 @@ SHAPE = """--mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --seq-le
 def _rank(rank: int, files: list[list[int]], flags: str, rounds: int, store: str) -> None:
     torch.set_num_threads(1)
     os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = f"node{rank}", ",".join(map(str, files[rank]))
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # without nodes that are replaced, ranks have no partners
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     config = resolve(parse_arguments(flags.split()).config, 2)
     mesh = ParallelMesh(rank=rank, world_size=2)
