@@ -382,6 +382,8 @@ class Watchdog:
                     say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
+            while self.sections.is_finishing():  # the agent of the node ends this process
+                time.sleep(_TICK_SECONDS)
         if self._monitor is not None:
             self._monitor.secret.remove()
         if self._place.rank == 0:

@@ -178,7 +178,8 @@ class SurvivorsTrainer(Trainer):
         """
         begun = self.iteration, None if continued is None else continued.mark
         self._memory = memory = _Memory(slot, self.kept_parts(), whose, begun, settle)
-        self._marks = Marks(slot.descriptor)
+        self._marks = marks = Marks(slot.descriptor)
+        self.sections.is_finishing = lambda: marks.is_computing
         mesh = self.mesh
         name, everyone = partial(_gate_name, mesh.rank), range(mesh.world_size)
         self._gate = new_process_group(mesh.rank, everyone, name, None, backend="gloo")

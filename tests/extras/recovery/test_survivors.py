@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,18 @@ from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.pipeline.engine import RunningStep, StepObserver
 from megalite.pipeline.schedules import Action
 from tests.end_to_end.campaign import STEPS, Campaign
+from tests.end_to_end.runs import PRETRAIN, metrics
 from tests.extras.recovery.memory import Memory, born
+from tests.extras.recovery.nodes import nodes
+from tests.extras.recovery.processes import until
 from tests.extras.recovery.test_copies import hosts, memory
 from tests.extras.recovery.test_copies_faults import EVERY
 from tests.extras.recovery.test_copies_layouts import with_ranks
+from tests.extras.recovery.test_elastic import FLAGS, WARM, steps
 from tests.extras.recovery.test_warm_restart import disturb
 from tests.harness.close import assert_number_close
 from tests.harness.fault import Fault
+from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
 from tests.unit.test_config_validate import problems
@@ -120,7 +127,8 @@ def test_survivors_finish_their_micro_batches_and_others_divide_the_rest(
     fewer, new = with_ranks(files, later)
     how, notes, found, _ = rank_pools(later).run(live, fewer, hosts(later), tmp_path, flags, 2, None)[0]
     new.close()
-    assert how is not None and how.startswith("continues from the copies in memory of step 3")
+    assert how is not None
+    assert how.startswith("continues from the copies in memory of step 3")
     kept = found[0][2]
     assert kept
     assert any(note.startswith(f"step 4: {kept} of ") for note in notes), (kept, notes)
@@ -211,3 +219,24 @@ def test_a_second_failure_keeps_what_the_first_one_has_left(memory: Any, rank_po
     assert found[0][2] == 11, (
         notes
     )  # 4 of each rank from the first time, and from the second one 2 of rank 0, 1 of rank 2
+
+
+@pytest.mark.wide
+def test_nodes_that_are_left_finish_the_step_of_a_lost_one(tmp_path: Path) -> None:
+    """Steps are long, so that the node is lost in the midst of one. Records have the bits of a run on two ranks."""
+    long = [*FLAGS, "--global-batch-size", 240, "--train-iters", 4]
+    flags = [*long, *WARM, "--survivors-finish-step", "--save", tmp_path / "run"]
+    with nodes(3, tmp_path, flags) as (first, second, third):
+        until(lambda: steps(tmp_path) >= 2, "no step", 200.0)
+        time.sleep(0.3)
+        second.lose()
+        assert first.launcher.wait(200) == 0, first.said()
+        assert third.launcher.wait(60) == 0, third.said()
+    said = first.said()
+    assert "; 4 ranks instead of 6, on n0, n2; went on after step 2" in said, said
+    assert re.search(r"^step 3: 80 of 120 micro-batches have been kept by the ranks", said, re.M), said
+    with Job([PRETRAIN, *long, "--save", tmp_path / "whole"], 2, tmp_path / "job") as job:
+        assert job.wait(200) == [0] * 2, job.stderr(0)
+    ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "whole")
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine["lm_loss"], mine["grad_norm"]) == (other["lm_loss"], other["grad_norm"])
