@@ -208,8 +208,10 @@ class Agent:
                 self._decision.see(kind, value)
 
     def _lose_board(self) -> None:
-        why = "the store through which the agents of all nodes meet cannot be reached any more"
-        if self._state != "left":
+        if self._state == "leaving":  # rank 0's agent has left before
+            self._events.expire("leave")
+        elif self._state != "left":
+            why = "the store through which the agents of all nodes meet cannot be reached any more"
             self._end_alone(EXIT_RESUMABLE, why)
 
     def _close_board(self) -> None:
@@ -301,7 +303,7 @@ class Agent:
 
     def _see_over(self, value: Message) -> None:
         """End this node's ranks, because of the first word on the end of this generation."""
-        if self._verdict is not None or self._state == "leaving":
+        if self._verdict is not None or self._state in ("leaving", "left"):
             return
         self._verdict = value
         if self._state == "running":
@@ -337,7 +339,7 @@ class Agent:
             self._board.first("over", {"failed": end["error"], "grace": 0.0, "lost": True})
         self._ranks.kill_all()
         self._enter("leaving")
-        self._events.after(_NOTICE_SECONDS, "notice", partial(self._end_alone, end["end"], end.get("error")))
+        self._events.after(_NOTICE_SECONDS, "leave", partial(self._end_alone, end["end"], end.get("error")))
 
     def _leave_together(self, end: Message) -> None:
         """End the run, once the other agents know of it: the store may end with this process."""
@@ -345,7 +347,7 @@ class Agent:
         ranks, leave = list(self._ranks.by_number), partial(self._end_all, end)
         if self._decision is None:
             self._board.add("left", ranks)
-            self._events.after(_NOTICE_SECONDS, "notice", leave)
+            self._events.after(_NOTICE_SECONDS, "leave", leave)
         else:
             self._decision.leave(ranks, leave)
 

@@ -50,7 +50,7 @@ class Decision:
         elif kind == "left":
             self._left.update(value)
             if self._left >= self._awaited and self._state() == "leaving":
-                self._events.expire("others")
+                self._events.expire("leave")
 
     @property
     def _awaited(self) -> set[int]:
@@ -135,7 +135,7 @@ class Decision:
 
     def leave(self, ranks: list[int], leave: Action) -> None:
         """Have this agent leave once all others know of the end of the run: the store may end with this process."""
-        self._events.after(_LEAVING_SECONDS, "others", leave)
+        self._events.after(_LEAVING_SECONDS, "leave", leave)
         self._board.watch("left")
         self.see("left", ranks)
 
