@@ -58,9 +58,10 @@ def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
 
     Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
     """
-    files = os.environ.get(MEMORY_FILES, "")
+    process, _, files = os.environ.get(MEMORY_FILES, "").partition(" ")
+    own = process == str(os.getpid())  # a program that a rank starts inherits the variable
     given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
-    if not all(all_gather_json(bool(files) and given, mesh)):
+    if not all(all_gather_json(own and given, mesh)):
         return None
     return Copies(config, mesh, [int(number) for number in files.split(",")])
 

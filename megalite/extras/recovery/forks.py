@@ -69,13 +69,13 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     hello = rank.hello
     generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing, process=0)
     environment = _variables(rank, number)
-    if files:
-        environment[MEMORY_FILES] = ",".join(map(str, files))
     kept = baseline | set(files) | {writing}
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank has other handlers
     process = os.fork()
     if not process:
+        if files:
+            environment[MEMORY_FILES] = f"{os.getpid()} {','.join(map(str, files))}"
         _become_rank(rank, generation, environment, kept, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.close(writing)
