@@ -27,6 +27,9 @@ class RecoveryConfig:
     elastic: bool = False
     """Go on with fewer nodes where no spare one is left, in whole replicas of the model, and with more once they are
     back. The micro-batches of a step are then divided as equally as its ranks allow."""
+    elastic_replan: bool = False
+    """Go on where elastic would end: if the nodes that are left hold no whole replica, the planner chooses another
+    layout (TP, PP, CP, EP, DP) for them, until enough of the others are back."""
 
     @property
     def goes_on_without_nodes(self) -> bool:
@@ -60,9 +63,11 @@ class RecoveryConfig:
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic"
+        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic elastic_replan"
         yield from needs(recovery, names, "--warm-restart")
         return
+    if not recovery.elastic:
+        yield from needs(recovery, "elastic_replan", "--elastic")
     if checkpoint.save is None:
         yield "--warm-restart needs --save, the run directory from which ranks that start again continue"
     elif is_url(checkpoint.save):

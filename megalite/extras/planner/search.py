@@ -117,7 +117,8 @@ class _Search:
             all_stages = [3]
         whole = drops_by_rank(planner.config, planner.device)
         for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):
-            stages = all_stages if planner.gpus > layout.tensor * layout.pipeline else [0]
+            divides = planner.gpus > layout.tensor * layout.pipeline or "zero" in self.keep
+            stages = all_stages if divides else [0]
             counts["possible"] += len(stages)
             sizes = dict(zip(stages, least.memory(layout, stages), strict=True))
             fitting = [stage for stage, size in sizes.items() if size <= self.room]

@@ -233,6 +233,7 @@ class Agent:
             self._events.on_read(self._spares, partial(self._hear, self._spares))
         if first.place.rank == 0:
             self._decision = Decision(lambda: self._state, self._events, self._board, self._spares, first)
+            self._decision.may_replan(self._baseline)
         self._meet()
 
     def _meet(self) -> None:
@@ -249,7 +250,8 @@ class Agent:
             seconds += _MEETING_SECONDS  # for nodes that rank 0's agent waits for
         lonely = partial(self._end_alone, EXIT_RESUMABLE, "rank 0's agent does not answer")
         missed = lonely if self._decision is None else self._lose_board
-        self._events.after(seconds + _ANSWER_SECONDS, "roster", missed)
+        seconds += _ANSWER_SECONDS + self._ranks.first.hello["replanning_seconds"]
+        self._events.after(seconds, "roster", missed)
         ranks = list(self._ranks.by_number)
         self._board.add("came", {"ranks": ranks, "stopped": self._stopped, "host": host_name()})
 
@@ -265,7 +267,7 @@ class Agent:
         self._enter("running")
         self._board.watch("over")
         if self._spares is not None:
-            trains = self._spares.take_seats(self._ranks.all, value["seats"])
+            trains = self._spares.take_seats(self._ranks.all, value["seats"], value["flags"])
             self._ranks.keep_memory(self._ranks.by_number.keys() if trains else set())
             if not trains:
                 self._enter("spare")

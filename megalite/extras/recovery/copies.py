@@ -47,6 +47,8 @@ from megalite.training.room_on_host import full_hosts
 from megalite.training.trainer import Trainer
 
 _GIB = 2**30
+_OF_LAYOUT = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+"""Flags beside those of the section, which change no number either (docs/invariants.md)."""
 _ROOM = 1 << 16
 """Bytes by which a manifest may grow, since the numbers of its training state do."""
 _LAST_SECONDS = 60.0
@@ -91,7 +93,8 @@ class Copies:
         numbers = ParallelConfig(
             grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
         )
-        run = _digest(dump(replace(config, parallel=numbers)))
+        training = replace(config.training, **{name: getattr(type(config.training), name) for name in _OF_LAYOUT})
+        run = _digest(dump(replace(config, parallel=numbers, training=training)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()

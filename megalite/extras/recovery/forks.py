@@ -32,6 +32,8 @@ class Launched:
     place: Place = field(default_factory=lambda: Place(0, 0, 1))
     trains: Place = field(default_factory=lambda: Place(0, 0, 1))
     """Place of the rank in training, which is another one on a spare node."""
+    flags: list[str] | None = None
+    """Flags in place of the launcher's, of another layout; None: the launcher's."""
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -138,7 +140,8 @@ def _become_rank(
         end_with_parent(parent)
         take_streams(rank.lines.descriptors)
         close_all_but(kept)
-        run_rank(rank.hello, generation, environment)
+        own = {} if rank.flags is None else {"argv": [rank.hello["argv"][0], *rank.flags]}
+        run_rank(rank.hello | own, generation, environment)
     finally:
         os._exit(EXIT_RESUMABLE)
 
