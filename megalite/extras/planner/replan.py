@@ -22,9 +22,9 @@ from megalite.extras.planner.search import search
 from megalite.parallel.device import local_device
 from megalite.process.host import memory_limit
 
-_KEPT = ("micro_batch",)
+_KEPT = ("micro_batch", "zero")
 """Axes that stay: the micro-batches of a step are those of the run."""
-_KEPT_IF_IT_FITS = ("zero", "recompute")
+_KEPT_IF_IT_FITS = "recompute"
 _KEPT_FOR_BITS = ("tensor", "sequence", "context", "expert", "expert_tensor")
 """Axes that stay with --bitwise-elastic, which promises no bits for others."""
 _GPU = "H100-SXM"
@@ -50,8 +50,8 @@ class Replanned:
 def replan(argv: Sequence[str], nodes: int, node_ranks: int) -> Replanned:
     """Return the layout in which a step takes the least time, of those that fit on the nodes that are left.
 
-    All nodes need not be used, but half of them are. The micro-batches of a step stay, and so do ZeRO and recomputation
-    if they fit.
+    All nodes need not be used, but half of them are. The micro-batches of a step and ZeRO stay, and so does
+    recomputation if it fits.
 
     Args:
         argv: flags of the run with its own layout, without the program's name. `resolve` has accepted them.
@@ -70,7 +70,10 @@ def replan(argv: Sequence[str], nodes: int, node_ranks: int) -> Replanned:
         except MegaliteError as error:
             refusals.append(str(error))
     if not plans:
-        raise ConfigurationError(refusals[0])
+        parallel = own.parallel
+        sizes = f"--tp {parallel.tensor_model_parallel_size} and --cp {parallel.context_parallel_size}"
+        kept = f"--bitwise-elastic keeps {sizes}: " if parallel.bitwise_elastic else ""
+        raise ConfigurationError(kept + refusals[0].replace("\n", "; "))
     best = min(plans, key=lambda plan: plan.step.seconds)
     return _written(argv, own, best)
 
@@ -102,7 +105,7 @@ def _fastest(planner: Planner) -> Plan:
     """
     config = planner.config
     kept = (*_KEPT, *(_KEPT_FOR_BITS if config.parallel.bitwise_elastic else ()))
-    for keep in ((*kept, *_KEPT_IF_IT_FITS), kept):
+    for keep in ((*kept, _KEPT_IF_IT_FITS), kept):
         found = search(planner, _MOST_FOUND, keep)
         for plan in found.plans:
             with suppress(MegaliteError):  # of the run's own flags, some do not go with what this layout changes
