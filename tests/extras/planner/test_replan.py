@@ -68,7 +68,7 @@ def test_bits_that_are_promised_keep_the_width() -> None:
 
 
 def test_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no layout fits with the run's own recomputation, others are tried; the nearest one that does not is named."""
+    """Where nothing fits with the recomputation of the run, others are tried; the nearest one is named if none does."""
     more = "--num-layers 8 --seq-length 256 --max-position-embeddings 256 --hidden-size 64"
     argv = [*RUN, *words(f"--tp 2 --pp 2 {more} --hidden-dropout 0 --attention-dropout 0")]
     reserved = 0.3e9  # of every process, in clusters.toml

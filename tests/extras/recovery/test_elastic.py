@@ -45,7 +45,8 @@ def spares_of(
     monkeypatch.setattr(spares_module, "fork_caller", lambda *_: (None, 0))
     hello = {"spare_nodes": 0, "replica_ranks": replica_ranks, "save": str(folder)}
     first = Launched(lines=cast(Lines, None), hello=hello, place=Place(0, 0, 2 * nodes, 2))
-    spares = spares_module.Spares(first, set(), replanning)
+    spares = spares_module.Spares(first, set())
+    spares.replanning = replanning
     for node in range(nodes):
         spares.mark_present([2 * node, 2 * node + 1], f"n{node}")
     return spares

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import selectors
 import signal
 import socket
 import time
@@ -13,6 +12,7 @@ import pytest
 
 from megalite.errors import ConfigurationError
 from megalite.extras.recovery import launched, replanning
+from megalite.extras.recovery.events import Events
 from megalite.extras.recovery.forks import Launched
 from megalite.extras.recovery.lines import Lines
 from megalite.extras.recovery.replanning import Replanning
@@ -90,16 +90,14 @@ def test_a_planner_without_an_answer_is_an_error(ends: bool, tmp_path: Path, mon
     monkeypatch.setattr(replanning, "entry_point", lambda _: lambda *_: 1 / 0 if ends else time.sleep(60))
     ours, theirs = socket.socketpair()
     hello = {"replanning_seconds": 1.0, "folder": str(tmp_path), "argv": [""], "environment": {}}
-    told: list[str] = []
-    with selectors.DefaultSelector() as selector, ours, theirs:
+    events = Events()
+    with ours, theirs:
         first = Launched(Lines(ours), hello, Place(0, 0, 4, 2))
-        planned = Replanning(first, {0, 1, 2}, selector, lambda: told.append("chosen"))
+        planned = Replanning(first, {0, 1, 2}, events, events.stop)
         planned.begin(1)
         planned.begin(1)  # it is being chosen
-        while not told:
-            ((key, _),) = selector.select(30)
-            key.data()
-        assert not selector.get_map()
+        events.after(45.0, "nothing comes", events.stop)
+        events.run()
     assert planned.plans == {1: {"error": "the planner has ended without a layout, or took more than 1 s"}}
 
 
