@@ -18,7 +18,7 @@ from megalite.extras.recovery.lines import Lines
 from megalite.extras.recovery.replanning import Replanning
 from megalite.process.place import Place
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, metrics, words
-from tests.extras.recovery.nodes import RANKS, nodes
+from tests.extras.recovery.nodes import RANKS, Node, nodes
 from tests.extras.recovery.processes import until
 from tests.extras.recovery.test_elastic import FLAGS as BITWISE
 from tests.extras.recovery.test_elastic import SAVED, WARM, spares_of, steps
@@ -31,6 +31,10 @@ FLAGS = (
     *words("--train-iters 100000 --save-interval 1000 --use-distributed-optimizer"),
 )  # fmt: skip
 HEADS_AND_STAGES = words("--tp 2 --sequence-parallel --pp 2")
+
+
+def tell_prices(first: Node) -> None:
+    print(*(line for line in first.said().splitlines() if line.startswith("generation ")), sep="\n")
 
 
 class Plans:
@@ -139,6 +143,7 @@ def test_a_run_goes_on_in_another_layout_and_in_its_own_once_the_nodes_are_back(
         until(lambda: steps(tmp_path) >= before + 3, "no step", 90.0)
         for ranks in (4, 2):
             assert f"(of {ranks} ranks, sent to those that need them now)" in first.said()
+        tell_prices(first)
         (tmp_path / "run" / "STOP").touch()
         assert first.launcher.wait(90) == 85, first.said()
     assert_undisturbed(tmp_path, (), RANKS)
@@ -150,7 +155,10 @@ def test_other_stages_give_the_same_bits(tmp_path: Path) -> None:
     flags = [*BITWISE, *words("--num-layers 6 --tp 2 --pp 3"), "--save", tmp_path / "run", *WARM, "--elastic-replan"]
     with nodes(3, tmp_path, flags) as (first, second, third):
         until(lambda: steps(tmp_path) >= 5, "no step", 120.0)
-        for lost, ranks, left in ((third, 6, "4 ranks instead of 6, on n0, n1; TP 2 "), (second, 4, "on n0; TP 2 x ")):
+        for lost, ranks, left in (
+            (third, 6, "4 ranks instead of 6, on n0, n1; "),
+            (second, 4, "; 2 ranks instead of 4, on n0; "),
+        ):
             before = steps(tmp_path)
             until(lambda least=before: steps(tmp_path) >= least + 3, "no step", 90.0)  # type: ignore[misc]
             lost.lose()
@@ -158,6 +166,7 @@ def test_other_stages_give_the_same_bits(tmp_path: Path) -> None:
             first.wait_for(f"(of {ranks} ranks, sent to those that need them now)")
         before = steps(tmp_path)
         until(lambda: steps(tmp_path) >= before + 3, "no step", 90.0)
+        tell_prices(first)
         (tmp_path / "run" / "STOP").touch()
         assert first.launcher.wait(90) == 85, first.said()
     flags = [*BITWISE, *words("--num-layers 6 --tp 2 --exit-interval"), steps(tmp_path), "--save", tmp_path / "whole"]
@@ -182,6 +191,7 @@ def test_the_disk_has_what_neighbours_take_with_them(tmp_path: Path) -> None:
         assert "copies in memory of step" not in first.said()
         before = steps(tmp_path)
         until(lambda: steps(tmp_path) >= before + 3, "no step", 90.0)
+        tell_prices(first)
         (tmp_path / "run" / "STOP").touch()
         assert first.launcher.wait(90) == 85, first.said()
     assert_undisturbed(tmp_path, words("--num-layers 3"), RANKS)
