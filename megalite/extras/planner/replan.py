@@ -21,6 +21,7 @@ from megalite.extras.planner.plan import Plan, Planner
 from megalite.extras.planner.search import search
 from megalite.parallel.device import local_device
 from megalite.process.host import memory_limit
+from megalite_kernels.implementation import on_gpu
 
 _KEPT = ("micro_batch", "zero")
 """Axes that stay: the micro-batches of a step are those of the run."""
@@ -90,7 +91,7 @@ def _cluster(node_ranks: int) -> Cluster:
     """Return the nodes of this run, taken to be all like this one."""
     device = local_device(0)
     on_host = memory_limit() / node_ranks
-    if device.type == "cuda":
+    if on_gpu(device):
         found, memory = find_cluster(_GPU), float(torch.cuda.get_device_properties(device).total_memory)
     else:
         found, memory = find_cluster("cpu"), on_host

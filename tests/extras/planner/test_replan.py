@@ -34,15 +34,15 @@ def replanned(flags: str, nodes: int, node_ranks: int) -> tuple[Replanned, RunCo
 
 
 def test_what_does_not_fit_fewer_ranks_is_dropped_and_what_does_stays(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("parallel: {pipeline_model_parallel_size: 4, use_distributed_optimizer: true}\n")
-    flags = f"--tp 2 --sequence-parallel --num-layers 8 --num-layers-per-virtual-pipeline-stage 1 --config {tmp_path}/"
+    (tmp_path / "run.yaml").write_text("parallel: {pipeline_model_parallel_size: 2, use_distributed_optimizer: true}\n")
+    flags = f"--tp 2 --sequence-parallel --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --config {tmp_path}/"
     found, now, own = replanned(f"{flags}run.yaml --recompute-activations", 1, 2)
     assert found.ranks == 2
     parallel = now.parallel
     assert parallel.model_parallel_size in (1, 2)
     assert (parallel.zero_stage, parallel.sequence_parallel) == (1, parallel.tensor_model_parallel_size > 1)
     assert now.training.recompute_granularity == own.training.recompute_granularity == "selective"
-    assert " instead of TP 2 with SP x PP 4 x DP 1 (--" in found.text
+    assert " instead of TP 2 with SP x PP 2 x DP 1 (--" in found.text
     assert "--micro-batch-size" not in found.text
 
 
@@ -68,7 +68,7 @@ def test_bits_that_are_promised_keep_the_width() -> None:
 
 
 def test_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing fits with the recomputation of the run, others are tried; the nearest one is named if none does."""
+    """Others are tried where nothing fits with the recomputation of the run; the nearest one is named if none does."""
     more = "--num-layers 8 --seq-length 256 --max-position-embeddings 256 --hidden-size 64"
     argv = [*RUN, *words(f"--tp 2 --pp 2 {more} --hidden-dropout 0 --attention-dropout 0")]
     reserved = 0.3e9  # of every process, in clusters.toml
