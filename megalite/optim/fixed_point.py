@@ -67,6 +67,11 @@ class FixedPoint:
                 f"{_USES}: leave out --bitwise-elastic"
             )
 
+    @property
+    def largest(self) -> float:
+        """Return the largest element of a gradient, of one micro-batch, that is not made infinite."""
+        return self._of_gradients.largest
+
     @cached_property
     def _of_gradients(self) -> Grid:
         return Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches)

@@ -208,8 +208,10 @@ class Agent:
                 self._decision.see(kind, value)
 
     def _lose_board(self) -> None:
-        why = "the store through which the agents of all nodes meet cannot be reached any more"
-        if self._state != "left":
+        if self._state == "leaving":  # rank 0's agent has left before
+            self._events.expire("leave")
+        elif self._state != "left":
+            why = "the store through which the agents of all nodes meet cannot be reached any more"
             self._end_alone(EXIT_RESUMABLE, why)
 
     def _close_board(self) -> None:
@@ -231,6 +233,7 @@ class Agent:
             self._events.on_read(self._spares, partial(self._hear, self._spares))
         if first.place.rank == 0:
             self._decision = Decision(lambda: self._state, self._events, self._board, self._spares, first)
+            self._decision.may_replan(self._baseline)
         self._meet()
 
     def _meet(self) -> None:
@@ -247,7 +250,8 @@ class Agent:
             seconds += _MEETING_SECONDS  # for nodes that rank 0's agent waits for
         lonely = partial(self._end_alone, EXIT_RESUMABLE, "rank 0's agent does not answer")
         missed = lonely if self._decision is None else self._lose_board
-        self._events.after(seconds + _ANSWER_SECONDS, "roster", missed)
+        seconds += _ANSWER_SECONDS + self._ranks.first.hello["replanning_seconds"]
+        self._events.after(seconds, "roster", missed)
         ranks = list(self._ranks.by_number)
         self._board.add("came", {"ranks": ranks, "stopped": self._stopped, "host": host_name()})
 
@@ -263,7 +267,7 @@ class Agent:
         self._enter("running")
         self._board.watch("over")
         if self._spares is not None:
-            trains = self._spares.take_seats(self._ranks.all, value["seats"])
+            trains = self._spares.take_seats(self._ranks.all, value["seats"], value["flags"])
             self._ranks.keep_memory(self._ranks.by_number.keys() if trains else set())
             if not trains:
                 self._enter("spare")
@@ -301,7 +305,7 @@ class Agent:
 
     def _see_over(self, value: Message) -> None:
         """End this node's ranks, because of the first word on the end of this generation."""
-        if self._verdict is not None or self._state == "leaving":
+        if self._verdict is not None or self._state in ("leaving", "left"):
             return
         self._verdict = value
         if self._state == "running":
@@ -338,7 +342,7 @@ class Agent:
             self._board.first("over", {"failed": end["error"], "grace": 0.0, "lost": True, "ranks": ranks})
         self._ranks.kill_all()
         self._enter("leaving")
-        self._events.after(_NOTICE_SECONDS, "notice", partial(self._end_alone, end["end"], end.get("error")))
+        self._events.after(_NOTICE_SECONDS, "leave", partial(self._end_alone, end["end"], end.get("error")))
 
     def _leave_together(self, end: Message) -> None:
         """End the run, once the other agents know of it: the store may end with this process."""
@@ -346,7 +350,7 @@ class Agent:
         ranks, leave = list(self._ranks.by_number), partial(self._end_all, end)
         if self._decision is None:
             self._board.add("left", ranks)
-            self._events.after(_NOTICE_SECONDS, "notice", leave)
+            self._events.after(_NOTICE_SECONDS, "leave", leave)
         else:
             self._decision.leave(ranks, leave)
 

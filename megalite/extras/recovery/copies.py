@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from megalite.extras.recovery.survivors import SurvivorsTrainer
 
 _GIB = 2**30
+_OF_LAYOUT = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+"""Flags beside those of the section, which change no number either (docs/invariants.md)."""
 _ROOM = 1 << 16
 """Bytes by which a manifest may grow, since the numbers of its training state do."""
 _SETTLING_SECONDS = 10.0
@@ -63,9 +65,10 @@ def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
 
     Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
     """
-    files = os.environ.get(MEMORY_FILES, "")
+    process, _, files = os.environ.get(MEMORY_FILES, "").partition(" ")
+    own = process == str(os.getpid())  # a program that a rank starts inherits the variable
     given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
-    if not all(all_gather_json(bool(files) and given, mesh)):
+    if not all(all_gather_json(own and given, mesh)):
         return None
     return Copies(config, mesh, [int(number) for number in files.split(",")])
 
@@ -98,7 +101,8 @@ class Copies:
         numbers = ParallelConfig(
             grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
         )
-        run = _digest(dump(replace(config, parallel=numbers)))
+        training = replace(config.training, **{name: getattr(type(config.training), name) for name in _OF_LAYOUT})
+        run = _digest(dump(replace(config, parallel=numbers, training=training)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()

@@ -27,12 +27,22 @@ class Decision:
         self, state: Callable[[], str], events: Events, board: Notices, spares: Spares | None, rank: Launched
     ) -> None:
         """Set up. `state`: returns the agent's; `rank`: rank 0, whose process of the launcher says how it goes on."""
-        self._state, self._events, self._board, self._spares, self._lines = state, events, board, spares, rank.lines
+        self._state, self._events, self._board, self._spares, self._rank = state, events, board, spares, rank
         self._everyone, self._left = set(range(rank.place.world_size)), set[int]()
         self.history: list[tuple[int, int | None, str]] = []
         """Generations that have failed: the number, the step after which it began (None: it never did), and why."""
         self._why, self._failed_at, self._stopped = "", 0.0, False
         self._forget_generation()
+
+    def may_replan(self, baseline: set[int]) -> None:
+        """Have the planner choose another layout where no replica is left, if the run asks for it.
+
+        `baseline`: open files that processes inherit.
+        """
+        if self._spares is not None and self._rank.hello["replanning_seconds"]:
+            from megalite.extras.recovery.replanning import Replanning  # few runs need it
+
+            self._spares.replanning = Replanning(self._rank, baseline, self._events, self._decide_if_complete)
 
     def _forget_generation(self) -> None:
         self._came, self._finished = set[int](), set[int]()
@@ -50,7 +60,7 @@ class Decision:
         elif kind == "left":
             self._left.update(value)
             if self._left >= self._awaited and self._state() == "leaving":
-                self._events.expire("others")
+                self._events.expire("leave")
 
     @property
     def _awaited(self) -> set[int]:
@@ -87,10 +97,11 @@ class Decision:
 
     def _decide_if_complete(self) -> None:
         """Say how it goes on, once all nodes that are not lost have come."""
-        if self._state() == "meeting" and self._came >= self._awaited:
-            self._board.first("roster", self._decide())
+        if self._state() == "meeting" and self._came >= self._awaited and (decided := self._decide()):
+            self._board.first("roster", decided)
 
-    def _decide(self) -> Message:
+    def _decide(self) -> Message | None:
+        """Return how it goes on; None if a layout has to be chosen first."""
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
         begun = [end for end in self.history if end[1] is not None]
@@ -100,11 +111,15 @@ class Decision:
                 step = steps.pop()
                 where = "ended before they began to train" if step is None else f"began after step {step} and failed"
                 told = "; ".join(f"generation {number}: {why}" for number, _, why in latest)
-                return {"end": EXIT_FATAL, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
+                own = self._spares is None or self._spares.flags is None  # another layout may be what fails
+                code = EXIT_FATAL if own else EXIT_RESUMABLE
+                return {"end": code, "error": f"{_WITHOUT_PROGRESS} generations {where}: {told}"}
         return {"begin": True} if self._spares is None else self._fill_seats(self._spares)
 
-    def _fill_seats(self, spares: Spares) -> Message:
-        """Return which nodes train; or the end of the run, if they are too few."""
+    def _fill_seats(self, spares: Spares) -> Message | None:
+        """Return which nodes train; or the end of the run, if they are too few; None while a layout is being chosen."""
+        if spares.awaits_plan():
+            return None
         filled, first = spares.fill(), self._board.generation == 1
         if filled:
             self.history = []  # other nodes may get further
@@ -115,7 +130,7 @@ class Decision:
             self._say(text)
         else:
             self._why = text
-        return {"begin": True, "seats": spares.seats.nodes}
+        return {"begin": True, "seats": spares.seats.nodes, "flags": spares.flags}
 
     def go_on(self, step: int) -> None:
         """Note the step after which a rank goes on, and report it if a generation before has failed."""
@@ -135,7 +150,7 @@ class Decision:
 
     def leave(self, ranks: list[int], leave: Action) -> None:
         """Have this agent leave once all others know of the end of the run: the store may end with this process."""
-        self._events.after(_LEAVING_SECONDS, "others", leave)
+        self._events.after(_LEAVING_SECONDS, "leave", leave)
         self._board.watch("left")
         self.see("left", ranks)
 
@@ -163,4 +178,4 @@ class Decision:
             self._board.first("over", {"failed": why, "grace": 0.0, "lost": True, "ranks": lost})
 
     def _say(self, text: str) -> None:
-        self._lines.send({"say": text})
+        self._rank.lines.send({"say": text})

@@ -33,6 +33,8 @@ class Launched:
     place: Place = field(default_factory=lambda: Place(0, 0, 1))
     trains: Place = field(default_factory=lambda: Place(0, 0, 1))
     """Place of the rank in training, which is another one on a spare node."""
+    flags: list[str] | None = None
+    """Flags in place of the launcher's, of another layout; None: the launcher's."""
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -77,13 +79,13 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     hello = rank.hello
     generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing, process=0)
     environment = _variables(rank, number)
-    if files:
-        environment[MEMORY_FILES] = ",".join(map(str, files))
     kept = baseline | set(files) | {writing}
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank has other handlers
     process = os.fork()
     if not process:
+        if files:
+            environment[MEMORY_FILES] = f"{os.getpid()} {','.join(map(str, files))}"
         _become_rank(rank, generation, environment, kept, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.close(writing)
@@ -146,7 +148,8 @@ def _become_rank(
         end_with_parent(parent)
         take_streams(rank.lines.descriptors)
         close_all_but(kept)
-        run_rank(rank.hello, generation, environment)
+        own = {} if rank.flags is None else {"argv": [rank.hello["argv"][0], *rank.flags]}
+        run_rank(rank.hello | own, generation, environment)
     finally:
         os._exit(EXIT_RESUMABLE)
 

@@ -215,7 +215,8 @@ def last_word(rank: Launched, code: int, stopped: bool, node: int | None) -> Mes
     `node`: its node, which is sick if this happens often; None without spare nodes."""
     number = rank.trains.rank
     if code in (EXIT_CONFIGURATION, EXIT_FATAL) or code == rank.told == EXIT_RESUMABLE or stopped:
-        return {"end": code if code >= 0 else EXIT_RESUMABLE, "rank": number}
+        may_go_on = code < 0 or rank.flags is not None  # with all nodes, in the run's own layout
+        return {"end": EXIT_RESUMABLE if may_go_on else code, "rank": number}
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return {
         "failed": f"rank {number} on {host_name()} {how}",

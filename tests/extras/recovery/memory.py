@@ -90,7 +90,7 @@ def born(
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = hosts[rank]
     files = memory.opened(rank)
-    os.environ[MEMORY_FILES] = ",".join(map(str, files))
+    os.environ[MEMORY_FILES] = f"{os.getpid()} {','.join(map(str, files))}"
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:
         flags = f"{base} --save {folder} --resume auto --warm-restart {flags}"

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,9 +16,10 @@ from megalite.extras.recovery import agent as agent_module
 from megalite.extras.recovery import ranks as ranks_module
 from megalite.extras.recovery.agent import Agent
 from megalite.extras.recovery.decision import Decision
+from megalite.extras.recovery.forks import Launched
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
-from megalite.extras.recovery.ranks import Ranks
+from megalite.extras.recovery.ranks import Ranks, last_word
 from megalite.process.place import Place
 
 
@@ -37,7 +38,8 @@ class Board:
 
     def receive(self) -> list[Message]:
         self._ours.setblocking(False)
-        self._ours.recv(100)
+        if not self._ours.recv(100):
+            raise Ended
         came, self.came = self.came, []
         return came
 
@@ -45,6 +47,10 @@ class Board:
         """Have the agent read messages of the process that calls the store."""
         self.came += messages
         self._theirs.send(b".")
+
+    def end(self) -> None:
+        """Have the process that calls the store end."""
+        self._theirs.close()
 
     def begin(self) -> None:
         self.generation += 1
@@ -230,6 +236,32 @@ def test_a_stop_between_the_decision_and_the_start_is_told_to_other_nodes(node: 
     assert node.forked == []
 
 
+def test_an_agent_that_leaves_keeps_its_exit_code_when_the_store_ends(node: Node) -> None:
+    """The store may end with rank 0's agent, which leaves once it knows that the others do."""
+    lines = node.join(1, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    node.board.hear({"generation": 1, "kind": "over", "value": {"end": 93}})
+    node.turn()
+    assert node.agent._state == "leaving"
+    node.board.end()
+    node.turn()
+    assert end_of(lines) == {"end": 93, "error": None, "record": None}
+
+
+def test_a_late_word_revives_no_node_that_has_given_itself_up(node: Node) -> None:
+    node.join(1, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    node.agent._give_node_up({"end": 85, "error": "its launcher has ended"})
+    node.time_out("leave")
+    node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "its launcher has ended", "lost": True}})
+    node.turn()
+    assert node.agent._state == "left"
+
+
 def test_a_defect_of_the_agent_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = meeting(node)
 
@@ -243,6 +275,12 @@ def test_a_defect_of_the_agent_is_told(node: Node, monkeypatch: pytest.MonkeyPat
     assert told["end"] == 70
     assert "please report this\nTraceback" in told["error"]
     assert "ZeroDivisionError: planted" in told["error"]
+
+
+@pytest.mark.parametrize(("code", "node"), [(85, None), (1, 3), (-9, 3)])
+def test_a_rank_that_ends_because_of_another_does_not_make_its_node_sick(code: int, node: int | None) -> None:
+    rank = Launched(lines=cast(Lines, None))
+    assert last_word(rank, code, stopped=False, node=3)["node"] == node
 
 
 def test_only_the_process_of_a_rank_speaks_in_its_name() -> None:
