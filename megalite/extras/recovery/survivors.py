@@ -189,10 +189,9 @@ class SurvivorsTrainer(Trainer):
         found = usable([None if each is None else Kept.of(each) for each in told], places)
         micro_batches = self.task.batch_size.at(self.consumed_samples) // self.config.training.micro_batch_size
         done = sorted({number for kept in found.values() for number in kept.done})
-        if mesh.size("dp") == 1:
-            return "note: --survivors-finish-step: all ranks are of one replica, so that none can finish a step alone"
         if not done or done[-1] >= micro_batches:
-            return None
+            one = "note: --survivors-finish-step: all ranks are of one replica, so that none can finish a step alone"
+            return one if mesh.size("dp") == 1 else None
         replicas = range(mesh.size("dp"))
         deals = [deal_of_rest(done, micro_batches, replica, len(replicas)) for replica in replicas]
         if any(deal.empty for deal in deals) and not self.task.has_empty_slots:
