@@ -102,6 +102,7 @@ class Node:
             "copies": False,
             "spare_nodes": 0,
             "replica_ranks": 0,
+            "replanning_seconds": 0.0,
             "meeting_seconds": 30.0,
             "environment": environment,
         }
