@@ -265,7 +265,9 @@ class Agent:
                 _HANDLERS[message["kind"]](self, message["value"])
 
     def _lose_board(self) -> None:
-        if self._state != "left":
+        if self._state == "leaving":  # rank 0's agent has ended, and the store with it
+            self._end_all(self._end)
+        elif self._state != "left":
             why = "the store through which the agents of all nodes meet cannot be reached any more"
             self._end_all({"end": EXIT_RESUMABLE, "error": why, "local": True})
 
@@ -567,8 +569,8 @@ class Agent:
         if self._state == "running":
             self._first_word("over", {"failed": end["error"], "grace": 0.0, "lost": True})
         self._kill_all()
-        self._state = "leaving"
-        self._wait(_NOTICE_SECONDS, partial(self._end_all, {**end, "local": True}))
+        self._end, self._state = {**end, "local": True}, "leaving"
+        self._wait(_NOTICE_SECONDS, partial(self._end_all, self._end))
 
     def _fill_seats(self, spares: Spares) -> Message:
         """Return which nodes train; or the end of the run, if they are too few."""

@@ -288,6 +288,21 @@ def test_a_node_that_is_lost_is_no_lack_of_progress(node: Node) -> None:
     assert node.agent._generation == 2
 
 
+def test_the_store_may_end_before_a_node_that_knows_the_end(node: Node) -> None:
+    """Rank 0's agent, whose process hosts it, waits for no more than the word of this one."""
+    lines = node.join(1, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    node.agent._ranks[1].told = 0
+    node.agent._judge(node.agent._ranks[1], 0)
+    node.board.hear({"generation": 1, "kind": "over", "value": {"end": 0}})
+    node.turn()
+    node.agent._lose_board()
+    end = end_of(lines)
+    assert (end["end"], end["error"]) == (0, None)
+
+
 def test_a_node_whose_ranks_have_finished_waits_for_others(node: Node) -> None:
     """Ranks of another node may export for longer than a meeting may take."""
     lines = meeting(node, world=2)
