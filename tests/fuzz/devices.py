@@ -14,7 +14,8 @@ from tests.fuzz.programs import MOCK, SIZES, command
 
 _CLASS = {
     "nodes": 1, "gpus_per_node": 1, "memory_gib": 80, "tflops": 800, "memory_gb_per_s": 4000, "node_gb_per_s": 300,
-    "network_gb_per_s": 50, "flags": {"recompute-granularity": "full"},
+    "network_gb_per_s": 50,
+    "flags": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }  # fmt: skip
 _SITES = {
     "recovery": ["loading"],

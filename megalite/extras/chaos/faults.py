@@ -217,7 +217,8 @@ def every_site(
     """Return trials in which each of the kinds occurs once at each site that a rank has reached, for each rank.
 
     One fault of a trial comes at a drawn call of its site. Several come one after the other, in the order of `sites`:
-    those of a starting process first, each of the others two steps after the restart, so that the run gets on.
+    two steps after the restart, or at the first call where not every step has one. Few of those, and of the sites of a
+    starting process, share a trial, so that the run gets on.
 
     Args:
         recovery: sites that a starting process passes.
@@ -231,7 +232,8 @@ def every_site(
         for site in sites
         if calls.get(site)
     ]
-    found.sort(key=lambda fault: fault.site not in recovery)  # dealt first, and so equally
+    rare = {site for calls in observed.calls.values() for site, number in calls.items() if number < observed.steps}
+    found.sort(key=lambda fault: (fault.site not in recovery, fault.site not in rare))  # each kind is dealt equally
     count = -(-len(found) // faults)
     order = list(sites)
     trials = [sorted(found[first::count], key=lambda fault: order.index(fault.site or "")) for first in range(count)]
