@@ -67,17 +67,12 @@ class FixedPoint:
                 f"{_USES}: leave out --bitwise-elastic"
             )
 
-    @property
-    def largest(self) -> float:
-        """Return the largest element of a gradient, of one micro-batch, that is not made infinite."""
-        return self._of_gradients.largest
-
     @cached_property
-    def _of_gradients(self) -> Grid:
+    def of_gradients(self) -> Grid:
         return Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches)
 
     def gradient(self, gradient: Gradient) -> FixedPointGradient:
-        return FixedPointGradient(gradient, self._of_gradients, self.dtype)
+        return FixedPointGradient(gradient, self.of_gradients, self.dtype)
 
     def term(self, value: Tensor) -> Tensor:
         """Return the sum of a term of the loss over a micro-batch, rounded."""

@@ -198,10 +198,8 @@ def _describe_cause(
 def _describe_grid(grid: FixedPoint | None) -> str:
     if grid is None:
         return ""
-    return (
-        f". --bitwise-elastic makes an element infinite that is beyond {grid.largest:g} in one micro-batch: if the "
-        "gradients are right, leave this flag out"
-    )
+    most = f"{grid.of_gradients.largest:g} in one micro-batch"
+    return f". --bitwise-elastic makes an element infinite that is beyond {most}: drop it if such gradients are right"
 
 
 def _describe_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ _HURRY_SECONDS = 60.0  # for nodes that have not come when enough have
 
 
 class Decision:
-    """What rank 0's agent knows of all nodes and of the generations so far, and what it writes on the board for it."""
+    """Knowledge that rank 0's agent has of all nodes and generations, and what it writes on the board because of it."""
 
     def __init__(
         self, state: Callable[[], str], events: Events, board: Notices, spares: Spares | None, rank: Launched
@@ -100,8 +100,13 @@ class Decision:
         if self._state() == "meeting" and self._came >= self._awaited and (decided := self._decide()):
             self._board.first("roster", decided)
 
+<<<<<<< HEAD
     def _decide(self) -> Message | None:
         """Return how it goes on; None if a layout has to be chosen first."""
+=======
+    def _decide(self) -> Message:
+        """Return how it goes on, once all have come."""
+>>>>>>> agent
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
         begun = [end for end in self.history if end[1] is not None]
