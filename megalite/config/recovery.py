@@ -31,7 +31,7 @@ class RecoveryConfig:
     """Go on where elastic would end: if the nodes that are left hold no whole replica, the planner chooses another
     layout (TP, PP, CP, EP, DP) for them, until enough of the others are back."""
     survivors_finish_step: bool = False
-    """When a rank fails, the replicas without it finish their micro-batches of the step, and keep the gradients in
+    """Let the replicas without a rank that fails finish their micro-batches of the step, and keep the gradients in
     memory; the ranks that start again divide those that are left."""
 
     @property

@@ -100,13 +100,8 @@ class Decision:
         if self._state() == "meeting" and self._came >= self._awaited and (decided := self._decide()):
             self._board.first("roster", decided)
 
-<<<<<<< HEAD
     def _decide(self) -> Message | None:
         """Return how it goes on; None if a layout has to be chosen first."""
-=======
-    def _decide(self) -> Message:
-        """Return how it goes on, once all have come."""
->>>>>>> agent
         if self._stopped:
             return {"end": EXIT_RESUMABLE}
         begun = [end for end in self.history if end[1] is not None]

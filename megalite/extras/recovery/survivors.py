@@ -133,7 +133,7 @@ class _Rest:
     deal: Deal
     """This rank's part of what is left."""
     own: Kept | None
-    """What this rank has kept."""
+    """Gradients that this rank has kept."""
     counts: Totals
     done: int
     """Number of micro-batches that are done."""
