@@ -259,15 +259,17 @@ class SurvivorsTrainer(Trainer):
         if self._marks is None:
             return super().forward_backward(micro_batches, terms, multipliers, observer)
         delayed = _Delayed(observer or self.shares.observer)
-        gradients = super().forward_backward(micro_batches, terms, multipliers, delayed)
-        if self._rest is not None:
-            size = self.task.batch_size.at(self.consumed_samples)
-            sums = gradients.sums if self._rest.own is None else _added(gradients.sums, self._rest.own.sums)
-            gradients = replace(gradients, sums=sums, batch_size=size)
-        reductions = sorted(delayed.reductions)  # the same order with any number of micro-batches
-        if reductions and not self._pass_gate():
-            self._keep(gradients, reductions)
-        self._marks.set_computing(False)
+        try:
+            gradients = super().forward_backward(micro_batches, terms, multipliers, delayed)
+            if self._rest is not None:
+                size = self.task.batch_size.at(self.consumed_samples)
+                sums = gradients.sums if self._rest.own is None else _added(gradients.sums, self._rest.own.sums)
+                gradients = replace(gradients, sums=sums, batch_size=size)
+            reductions = sorted(delayed.reductions)  # the same order with any number of micro-batches
+            if reductions and not self._pass_gate():
+                self._keep(gradients, reductions)
+        finally:  # the agent and the watchdog wait no longer
+            self._marks.set_computing(False)
         for chunk, number in reductions:
             self.optimizer.reduce(chunk, number)
         return gradients
