@@ -111,7 +111,7 @@ LAYOUTS = {
 CORE = ("stages", "heads", "fewer", "tied")
 
 
-@pytest.mark.parametrize("bits", [True, False])
+@pytest.mark.parametrize("bits", [True, pytest.param(False, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", wide_except(LAYOUTS, CORE))
 def test_survivors_finish_their_micro_batches_and_others_divide_the_rest(
     name: str, bits: bool, memory: Any, rank_pools: RankPools, tmp_path: Path
@@ -140,12 +140,13 @@ def test_survivors_finish_their_micro_batches_and_others_divide_the_rest(
         assert_number_close(norm, wanted_norm, "norm")
 
 
-@pytest.mark.parametrize("phase", ["backward", pytest.param("forward", marks=pytest.mark.wide)])
-def test_a_run_goes_on_within_the_step(phase: str, tmp_path: Path) -> None:
+@pytest.mark.wide_except("backward/2/4/kill")
+@pytest.mark.parametrize("fault", [Fault("backward", 2, 4, "kill"), Fault("forward", 2, 4, "defect")], ids=str)
+def test_a_run_goes_on_within_the_step(fault: Fault, tmp_path: Path) -> None:
     """Its records are, bit for bit, those of the undisturbed run; ranks 0 and 1 have computed what was kept."""
     campaign = Campaign(tmp_path / "campaign", "bitwise")
     flags = ("--memory-checkpoint-interval", "1", "--survivors-finish-step")
-    (said,) = disturb(campaign, Fault(phase, 2, 4, "kill"), save_interval=STEPS, more=flags)
+    (said,) = disturb(campaign, fault, save_interval=STEPS, more=flags)
     assert "; went on after step 3, " in said, said
     lines = (campaign.directory / "metrics.jsonl").read_text().splitlines()
     kept = [record.get("kept_micro_batches") for record in map(json.loads, lines) if "lm_loss" in record]
