@@ -23,7 +23,7 @@ def on_a_rank(memory: Memory, ranks: int, flags: str) -> dict[str, Any]:
     return measure(dist.get_rank(), ranks, 3, flags, 1, memory.opened(dist.get_rank()))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_the_next_stage_is_computed_and_updated_bit_for_bit(ranks: int, rank_pools: RankPools, tmp_path: Path) -> None:
     """`measure` raises if an activation of a step, or a weight after eleven steps, differs from the next rank's."""
     flags = SHAPE.format(sequence=16, layers=6, hidden=16, ranks=ranks, micro_batches=3, folder=tmp_path)
