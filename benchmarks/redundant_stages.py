@@ -158,7 +158,10 @@ def measure(rank: int, ranks: int, micro_batches: int, flags: str, rounds: int, 
 
     Raises RuntimeError if a bit of the redundant stage differs from the original.
     """
-    os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = f"node{rank}", ",".join(map(str, files))
+    os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = (
+        f"node{rank}",
+        f"{os.getpid()} {','.join(map(str, files))}",
+    )
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # so that lost nodes are replaced, and ranks have partners
     measured = Measured(rank, ranks, flags)
     stages = measured.trainer.schedules.stages
@@ -389,7 +392,7 @@ def main() -> None:
         load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as folder:
             flags = SHAPE.format(**{**vars(given), "micro_batches": micro_batches, "folder": folder})
-            files = [[os.memfd_create("slot") for _ in range(4)] for _ in range(given.ranks)]
+            files = [[os.memfd_create("slot") for _ in range(5)] for _ in range(given.ranks)]
             arguments = given.ranks, micro_batches, flags, given.rounds, files, folder
             context = torch.multiprocessing.start_processes(_rank, arguments, nprocs=given.ranks, start_method="fork")
             assert context is None or context.join()

@@ -84,8 +84,7 @@ def live(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: 
                 else:
                     with pytest.raises(CommunicationError, match="another rank has failed in step"):
                         life.trainer.step()
-                kept = mesh.coordinate("dp") != mesh.coordinates_of(dead)["dp"]
-                assert marks.is_computing is not kept  # its agent ends it at once, or waits
+                assert not marks.is_computing  # its agent waits no longer
         return life.how, life.copies.notes, found, os.read(pipe[0], 4096).decode()
     finally:
         for name in Generation(1, 0.0, None, 0, 0).variables():
@@ -108,7 +107,7 @@ LAYOUTS = {
     "dropout": (2, 2, 1, "--hidden-dropout 0.1"),
     "offload": (2, 2, 1, "--optimizer-cpu-offload --use-distributed-optimizer"),
 }  # fmt: skip
-CORE = ("stages", "heads", "fewer", "tied")
+CORE = ("heads", "fewer", "tied")
 
 
 @pytest.mark.parametrize("bits", [True, pytest.param(False, marks=pytest.mark.wide)])
@@ -163,7 +162,7 @@ SAVED = "--warm-restart --save run --resume auto --memory-checkpoint-interval 1 
     [
         (SAVED.replace("--warm-restart ", ""), "--survivors-finish-step needs --warm-restart"),
         (SAVED.replace("interval 1", "interval 2"), "--survivors-finish-step needs --memory-checkpoint-interval 1"),
-        (f"{SAVED} --data-parallel-sharding-strategy optim_grads", "--survivors-finish-step: ZeRO 2 reduces the gra"),
+        (f"{SAVED} --data-parallel-sharding-strategy optim_grads", "--survivors-finish-step: ZeRO 2 reduces gradients"),
         (f"{SAVED} --overlap-grad-reduce", "--survivors-finish-step: with --overlap-grad-reduce, reductions begin"),
         (f"{SAVED} --num-experts 2", "--survivors-finish-step: data-parallel ranks meet in each layer of experts"),
         (f"{SAVED} --data-parallel-shares 3:1", "--survivors-finish-step divides the rest of a step itself"),
