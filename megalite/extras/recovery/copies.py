@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,9 +46,16 @@ from megalite.training.resume import ResumePoint
 from megalite.training.room_on_host import full_hosts
 from megalite.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from megalite.extras.recovery.survivors import SurvivorsTrainer
+
 _GIB = 2**30
+_OF_LAYOUT = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+"""Flags beside those of the section, which change no number either (docs/invariants.md)."""
 _ROOM = 1 << 16
 """Bytes by which a manifest may grow, since the numbers of its training state do."""
+_SETTLING_SECONDS = 10.0
+"""Maximum wait for a copy, after another rank has failed."""
 _LAST_SECONDS = 60.0
 """Maximum wait for the last copy at the end of a run."""
 
@@ -58,9 +65,10 @@ def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
 
     Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
     """
-    files = os.environ.get(MEMORY_FILES, "")
+    process, _, files = os.environ.get(MEMORY_FILES, "").partition(" ")
+    own = process == str(os.getpid())  # a program that a rank starts inherits the variable
     given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
-    if not all(all_gather_json(bool(files) and given, mesh)):
+    if not all(all_gather_json(own and given, mesh)):
         return None
     return Copies(config, mesh, [int(number) for number in files.split(",")])
 
@@ -74,10 +82,13 @@ class Copies:
     """
 
     def __init__(self, config: TaskConfig, mesh: ParallelMesh, files: Sequence[int]) -> None:
-        """Find the partners, and connect. `files`: descriptors of two own slots, and of two for the other rank."""
+        """Find the partners, and connect.
+
+        `files`: descriptors of two own slots, of two for the other rank, and of one for the gradients of a step.
+        """
         self._config, self._mesh = config, mesh
         slots = [Slot(number) for number in files]
-        self._own, self._kept = slots[:2], slots[2:]
+        self._own, self._kept, self._unfinished = slots[:2], slots[2:4], slots[4]
         mark, replaced = secrets.randbits(63), goes_on_without_nodes(os.environ, config.recovery)
         told = all_gather_json((host_name(), replaced, mark), mesh)
         hosts = [host for host, *_ in told]
@@ -90,7 +101,8 @@ class Copies:
         numbers = ParallelConfig(
             grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
         )
-        run = _digest(dump(replace(config, parallel=numbers)))
+        training = replace(config.training, **{name: getattr(type(config.training), name) for name in _OF_LAYOUT})
+        run = _digest(dump(replace(config, parallel=numbers, training=training)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
@@ -230,14 +242,14 @@ class Copies:
         """
         self._drop_all_but(self._continued)
         self._trainer, self._taken = trainer, trainer.iteration
-        parts = [region.part for region in self._regions(trainer)]
-        ranges = byte_ranges(parts)
-        blank = [tuple(0 for _ in range(0, part.size, BLOCK)) for part in parts]
-        text = describe(parts, blank, Manifest(*trainer.progress(), {}, {}))
-        size = (ranges[-1].stop if ranges else HEADER) + len(text) + _ROOM
+        size = _size([region.part for region in self._regions(trainer)], Manifest(*trainer.progress(), {}, {}))
+        survivor = _survivor(trainer) if self._config.recovery.survivors_finish_step else None
+        unfinished = 0
+        if survivor is not None:
+            unfinished = _size(survivor.kept_parts(), Manifest(*trainer.progress(), {}, {}))
         sizes = all_gather_json(size, self._mesh)
         other = 0 if self._links is None else sizes[self._links.source]
-        if not self._has_room(2 * (size + other)):
+        if not self._has_room(2 * (size + other) + unfinished):
             return
         for slot in self._own:
             slot.allocate(size)
@@ -246,6 +258,10 @@ class Copies:
             slot.allocate(other)
         every = "" if self.interval is None else f", every {self.interval} step{'s' * (self.interval != 1)}"
         self.notes += (f"copies in memory: {size / 2**20:,.1f} MiB on rank 0, twice, {self._partner_text()}{every}",)
+        if survivor is not None:
+            self._unfinished.allocate(unfinished)
+            note = survivor.begin(self._unfinished, self._whose, self._continued, self._settle)
+            self.notes += () if note is None else (note,)
         self._set_clock()
 
     def _partner_text(self) -> str:
@@ -318,6 +334,12 @@ class Copies:
             self._take(trainer)
         return told
 
+    def _settle(self) -> None:
+        """Wait until this rank's last copy is whole. Its exchange may fail, as another rank has."""
+        if self._work is not None:
+            with suppress(Exception):
+                self._work.result(_SETTLING_SECONDS)
+
     def drop_after(self, step: int) -> None:
         """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
         if self._work is not None:
@@ -388,6 +410,20 @@ class Copies:
                 return
         if self._links is not None:
             self._links.close()
+
+
+def _survivor(trainer: Trainer) -> SurvivorsTrainer:
+    from megalite.extras.recovery.survivors import SurvivorsTrainer
+
+    assert isinstance(trainer, SurvivorsTrainer)
+    return trainer
+
+
+def _size(parts: Sequence[TensorBox], described: Manifest) -> int:
+    """Return the bytes of a slot for these parts."""
+    ranges = byte_ranges(parts)
+    blank = [tuple(0 for _ in range(0, part.size, BLOCK)) for part in parts]
+    return (ranges[-1].stop if ranges else HEADER) + len(describe(parts, blank, described)) + _ROOM
 
 
 def _digest(text: str) -> bytes:
