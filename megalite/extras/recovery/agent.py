@@ -134,7 +134,9 @@ class Agent:
             self._give_node_up({"end": EXIT_RESUMABLE})
             return
         self._stopped = True
-        if rank.process:
+        if self._state == "ending" and "failed" in (self._verdict or ()):  # no rank will use what others still compute
+            self._ranks.kill_all()
+        elif rank.process:
             with suppress(ProcessLookupError):
                 os.kill(rank.process, number)
         elif self._state == "meeting":

@@ -260,7 +260,7 @@ class Copies:
         self.notes += (f"copies in memory: {size / 2**20:,.1f} MiB on rank 0, twice, {self._partner_text()}{every}",)
         if survivor is not None:
             self._unfinished.allocate(unfinished)
-            note = survivor.begin(self._unfinished, self._whose, self._continued, self._settle)
+            note = survivor.begin(self._unfinished, self._whose, self._continued, self)
             self.notes += () if note is None else (note,)
         self._set_clock()
 
@@ -286,10 +286,11 @@ class Copies:
         if full is None:
             return True
         name, _, size, limit = full
+        gradients = ", with the gradients of each rank" if self._config.recovery.survivors_finish_step else ""
         why = (
             f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of each that has its "
-            f"partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control group, or what the "
-            "machine has): "
+            f"partner there{gradients}, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control group, "
+            "or what the machine has): "
         )
         advice = "divide the state among more ranks by --data-parallel-sharding-strategy (ZeRO)"
         if self.interval is not None:
@@ -334,14 +335,19 @@ class Copies:
             self._take(trainer)
         return told
 
-    def _settle(self) -> None:
+    def taken(self) -> int:
+        """Return the step of the last copy of this start."""
+        return self._taken
+
+    def settle(self) -> None:
         """Wait until this rank's last copy is whole. Its exchange may fail, as another rank has."""
         if self._work is not None:
             with suppress(Exception):
                 self._work.result(_SETTLING_SECONDS)
 
     def drop_after(self, step: int) -> None:
-        """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
+        """Drop the copies of later steps, also one that is under way, and kept gradients: they may be wrong."""
+        self._unfinished.discard()
         if self._work is not None:
             with suppress(Exception):  # whether it is whole or not, it goes
                 self._work.result()

@@ -38,7 +38,9 @@ class Replanning:
         self._nodes = 0
 
     def begin(self, nodes: int) -> None:
-        """Start a process that chooses the layout for so many nodes, unless one is running."""
+        """Start a process that chooses the layout for so many nodes, unless one is running; end one for others."""
+        if nodes != self._nodes:
+            self.close()
         if self._caller is None:
             self._nodes = nodes
             self._caller = fork_caller(self._first, self._baseline, partial(_choose, nodes))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,8 +108,10 @@ class _Memory:
     whose: Whose
     begun: tuple[int, int | None]
     """Step from which this start has continued, and the random number of the start in which that state arose."""
+    taken: Callable[[], int]
+    """Returns the step of the last copy."""
     settle: Callable[[], None]
-    """Waits until the copy of the state has been completed."""
+    """Waits until it has been completed."""
 
     @property
     def room(self) -> dict[str, Tensor]:
@@ -121,9 +123,19 @@ class _Memory:
         }
 
     def base(self, step: int) -> tuple[int, int] | None:
-        """Return the state after a step, as `Kept.base` names it; None if no copy can have it."""
-        mark = self.begun[1] if step == self.begun[0] else self.whose.mark
+        """Return the state after a step, as `Kept.base` names it; None if there is no copy of it."""
+        mark = self.begun[1] if step == self.begun[0] else self.whose.mark if step == self.taken() else None
         return None if mark is None else (step, mark)
+
+
+class CopiesTaken(Protocol):
+    """Copies in memory, as far as this trainer needs them."""
+
+    def taken(self) -> int:
+        """Return the step of the last copy."""
+
+    def settle(self) -> None:
+        """Wait until it has been completed."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +179,17 @@ class SurvivorsTrainer(Trainer):
             reduction.parts = named
         return parts
 
-    def begin(self, slot: Slot, whose: Whose, continued: Taken | None, settle: Callable[[], None]) -> str | None:
+    def begin(self, slot: Slot, whose: Whose, continued: Taken | None, copies: CopiesTaken) -> str | None:
         """Take what ranks have kept of the next step. Called by all ranks together. Returns a line about it.
 
         Args:
             slot: memory for the gradients, with room for them.
             whose: this rank, in this start.
             continued: the copies from which this start continues; None: something else.
-            settle: waits until the copy of the state has been completed.
+            copies: the copies that are taken in this start.
         """
         begun = self.iteration, None if continued is None else continued.mark
-        self._memory = memory = _Memory(slot, self.kept_parts(), whose, begun, settle)
+        self._memory = memory = _Memory(slot, self.kept_parts(), whose, begun, copies.taken, copies.settle)
         self._marks = marks = Marks(slot.descriptor)
         self.sections.is_finishing = lambda: marks.is_computing
         mesh = self.mesh
@@ -245,7 +257,7 @@ class SurvivorsTrainer(Trainer):
         """Return the counts of the terms over the global batch, and those by which gradients are divided: the same."""
         counts = super()._counts(terms, own) if self._rest is None else (self._rest.counts, self._rest.counts)
         if self._marks is not None:  # from here to the gate, a rank needs no other replica
-            self._marks.set_computing(True)
+            self._marks.set_computing(self._can_keep)
         return counts
 
     def forward_backward(
@@ -281,7 +293,16 @@ class SurvivorsTrainer(Trainer):
         metrics = super().update(gradients, {**figures, KEPT: self._rest.done})
         self._rest = None
         self._set("kept", {})
+        self._skipped = None  # to locate what was not finite, a second run would lack what was kept
         return metrics
+
+    @property
+    def _can_keep(self) -> bool:
+        """Tell whether gradients of the next step would be of use, and pass the gate: all reductions of a step that is
+        drawn run where they stand in the list."""
+        assert self._memory is not None
+        drawn = self.iteration + 1 == self.config.profiling.profile_pipeline
+        return not drawn and self._memory.base(self.iteration) is not None
 
     def _pass_gate(self) -> bool:
         """Wait for all ranks. Returns False if the agent asks to keep the gradients instead.
@@ -300,8 +321,9 @@ class SurvivorsTrainer(Trainer):
         try:
             work.wait()
         except RuntimeError as error:  # it has ended, and its agent will know
+            noticed = time.perf_counter()
             while not self._marks.is_asked:
-                if time.perf_counter() - began > ASKING_SECONDS:
+                if time.perf_counter() - noticed > ASKING_SECONDS:
                     raise CommunicationError(f"a rank has ended in the step: {str(error).splitlines()[0]}") from error
                 time.sleep(pause)
             return False
@@ -324,7 +346,7 @@ class SurvivorsTrainer(Trainer):
             before = () if rest is None or rest.own is None else rest.own.done
             if rest is not None and rest.deal.empty:
                 own = []
-            done = tuple(sorted((*before, *own)))
+            done = tuple(sorted({*before, *own}))
             place, replica = _place(mesh, mesh.rank), mesh.coordinate("dp")
             kept = Kept(memory.whose.mark, base, replica, place, done, sums, gradients.counts)
             memory.slot.discard()
@@ -345,7 +367,7 @@ def _added(sums: TermSums, kept: Mapping[str, float]) -> TermSums:
 
 def _place(mesh: ParallelMesh, rank: int) -> tuple[int, ...]:
     coordinates = mesh.coordinates_of(rank)
-    return tuple(coordinates[axis] for axis in _PLACE)
+    return tuple(number for axis in _PLACE for number in (coordinates[axis], mesh.size(axis)))
 
 
 def _replicas(mesh: ParallelMesh) -> tuple[int, int]:

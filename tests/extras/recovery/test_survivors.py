@@ -20,6 +20,7 @@ from megalite.extras.recovery import survivors
 from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.generation import Generation, generation
 from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
+from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import RunningStep, StepObserver
 from megalite.pipeline.schedules import Action
 from tests.end_to_end.campaign import STEPS, Campaign
@@ -187,6 +188,13 @@ def test_a_replica_is_used_if_all_its_places_are_held() -> None:
     assert usable([None, None, *first], places).keys() == {2, 3}  # the number of the replica does not matter
     assert usable([first[0], kept(5, 0, 1, 0), None, None], places) == {}  # one has been kept a second time
     assert usable([first[0], kept(6, 0, 1, 0, 2), None, None], places) == {}  # of another start
+
+
+def test_a_place_in_other_context_parallelism_is_another_one() -> None:
+    """The same rank, with gradients of the same shapes, had another part of the samples."""
+    two, one = ParallelMesh(rank=0, world_size=4, context_parallel_size=2), ParallelMesh(rank=0, world_size=4)
+    assert survivors._place(two, 0) != survivors._place(one, 0)
+    assert survivors._place(one, 0) == survivors._place(one, 3)
 
 
 def test_no_micro_batch_is_used_twice() -> None:
