@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megalite.errors import CommunicationError
 from megalite.extras.recovery import survivors
-from megalite.extras.recovery.asked import Marks
+from megalite.extras.recovery.asked import PAGE, Marks
 from megalite.extras.recovery.generation import Generation, generation
 from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.parallel.mesh import ParallelMesh
@@ -26,7 +26,7 @@ from megalite.pipeline.schedules import Action
 from tests.end_to_end.campaign import STEPS, Campaign
 from tests.end_to_end.runs import PRETRAIN, metrics
 from tests.extras.recovery.memory import Memory, born
-from tests.extras.recovery.nodes import nodes
+from tests.extras.recovery.nodes import RANKS, Node, nodes
 from tests.extras.recovery.processes import until
 from tests.extras.recovery.test_copies import hosts, memory
 from tests.extras.recovery.test_copies_faults import EVERY
@@ -229,6 +229,14 @@ def test_a_second_failure_keeps_what_the_first_one_has_left(memory: Any, rank_po
     )  # 4 of each rank from the first time, and from the second one 2 of rank 0, 1 of rank 2
 
 
+def computes(node: Node) -> bool:
+    """Tell whether all ranks of a node compute gradients that they can keep."""
+    (agent,) = node.tree
+    files = [path for path in Path(f"/proc/{agent}/fd").iterdir() if re.search(r"rank \d+ 4 ", os.readlink(path))]
+    found = [path.read_bytes()[PAGE - 1] for path in files]
+    return len(found) == RANKS and all(found)
+
+
 @pytest.mark.wide
 def test_nodes_that_are_left_finish_the_step_of_a_lost_one(tmp_path: Path) -> None:
     """Steps are long, so that the node is lost in the midst of one. Records have the bits of a run on two ranks."""
@@ -236,7 +244,8 @@ def test_nodes_that_are_left_finish_the_step_of_a_lost_one(tmp_path: Path) -> No
     flags = [*long, *WARM, "--survivors-finish-step", "--save", tmp_path / "run"]
     with nodes(3, tmp_path, flags) as (first, second, third):
         until(lambda: steps(tmp_path) >= 2, "no step", 200.0)
-        time.sleep(0.3)
+        until(lambda: all(map(computes, (first, second, third))), "no gradients", 60.0)
+        time.sleep(0.2)  # for the copy of the step before
         second.lose()
         assert first.launcher.wait(200) == 0, first.said()
         assert third.launcher.wait(60) == 0, third.said()
