@@ -387,7 +387,13 @@ def test_ranks_whose_launcher_replaces_no_nodes_have_no_partners(
     for note in rank_pools(2).run(notes_of, files, ["a", "b"], tmp_path):
         assert "without partners, as this launcher replaces no lost node" in note
     for numbers in files.files:
-        assert [os.fstat(number).st_size > slot_module.HEADER for number in numbers] == [True, True, False, False, False]
+        assert [os.fstat(number).st_size > slot_module.HEADER for number in numbers] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+        ]
 
 
 def test_two_positions_of_two_nodes(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:
