@@ -23,7 +23,7 @@ import torch
 
 from megalite.checkpoint import Candidates, TrainingState
 from megalite.checkpoint.directory import iteration_of
-from megalite.checkpoint.manifest import BLOCK, Manifest
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.parallel import ParallelConfig
@@ -34,7 +34,7 @@ from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.gathered import gathered
 from megalite.extras.recovery.interval import Price, interval_for
 from megalite.extras.recovery.partner import Links, goes_on_without_nodes, partners_of
-from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, Whose, byte_ranges, describe, seal
+from megalite.extras.recovery.slot import FOLDER, Slot, Whose, byte_ranges, seal, size_of
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _OF_LAYOUT = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 """Flags beside those of the section, which change no number either (docs/invariants.md)."""
-_ROOM = 1 << 16
-"""Bytes by which a manifest may grow, since the numbers of its training state do."""
 _SETTLING_SECONDS = 10.0
 """Maximum wait for a copy, after another rank has failed."""
 _LAST_SECONDS = 60.0
@@ -242,11 +240,10 @@ class Copies:
         """
         self._drop_all_but(self._continued)
         self._trainer, self._taken = trainer, trainer.iteration
-        size = _size([region.part for region in self._regions(trainer)], Manifest(*trainer.progress(), {}, {}))
+        described = Manifest(*trainer.progress(), {}, {})
+        size = size_of([region.part for region in self._regions(trainer)], described)
         survivor = _survivor(trainer) if self._config.recovery.survivors_finish_step else None
-        unfinished = 0
-        if survivor is not None:
-            unfinished = _size(survivor.kept_parts(), Manifest(*trainer.progress(), {}, {}))
+        unfinished = 0 if survivor is None else size_of(survivor.kept_parts(), described)
         sizes = all_gather_json(size, self._mesh)
         other = 0 if self._links is None else sizes[self._links.source]
         if not self._has_room(2 * (size + other) + unfinished):
@@ -423,13 +420,6 @@ def _survivor(trainer: Trainer) -> SurvivorsTrainer:
 
     assert isinstance(trainer, SurvivorsTrainer)
     return trainer
-
-
-def _size(parts: Sequence[TensorBox], described: Manifest) -> int:
-    """Return the bytes of a slot for these parts."""
-    ranges = byte_ranges(parts)
-    blank = [tuple(0 for _ in range(0, part.size, BLOCK)) for part in parts]
-    return (ranges[-1].stop if ranges else HEADER) + len(describe(parts, blank, described)) + _ROOM
 
 
 def _digest(text: str) -> bytes:

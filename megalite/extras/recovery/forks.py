@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, MegaliteError
 from megalite.extras.recovery import board
-from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
+from megalite.extras.recovery.marks import Marks
 from megalite.extras.recovery.rank import close_all_but, end_with_parent, run_rank, take_streams
 from megalite.lifecycle.torchrun_record import VARIABLE as RECORD
 from megalite.process.launchers import MEMORY_FILES

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_RESUMABLE
-from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.events import Events
 from megalite.extras.recovery.forks import Launched, fork_rank, record_of
 from megalite.extras.recovery.lines import Lines, Message, is_own
+from megalite.extras.recovery.marks import Marks
 from megalite.process.host import host_name, is_suspended
 from megalite.process.place import Place
 

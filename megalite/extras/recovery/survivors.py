@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.tensors import TensorBox
 from megalite.data.sampler import Deal
 from megalite.errors import CommunicationError
-from megalite.extras.recovery.asked import Marks
 from megalite.extras.recovery.choice import Taken
 from megalite.extras.recovery.generation import generation
+from megalite.extras.recovery.marks import Marks
 from megalite.extras.recovery.slot import Slot, Whose, byte_ranges, seal
 from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.optim.buckets import DataParallel
@@ -45,7 +45,6 @@ from megalite.training.gradients import Gradients
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import DATA
 
 _SECTION = "unfinished_step"
 KEPT = "kept_micro_batches"
@@ -99,6 +98,16 @@ class _Delayed(StepObserver):
             self.inner.execute(action, step)
 
 
+class CopiesTaken(Protocol):
+    """Copies in memory, as far as this trainer needs them."""
+
+    def taken(self) -> int:
+        """Return the step of the last copy."""
+
+    def settle(self) -> None:
+        """Wait until it has been completed."""
+
+
 @dataclass(frozen=True)
 class _Memory:
     """Memory of a rank for its gradients, and what it is to write beside them."""
@@ -108,10 +117,8 @@ class _Memory:
     whose: Whose
     begun: tuple[int, int | None]
     """Step from which this start has continued, and the random number of the start in which that state arose."""
-    taken: Callable[[], int]
-    """Returns the step of the last copy."""
-    settle: Callable[[], None]
-    """Waits until it has been completed."""
+    copies: CopiesTaken
+    """Copies that are taken in this start."""
 
     @property
     def room(self) -> dict[str, Tensor]:
@@ -124,18 +131,8 @@ class _Memory:
 
     def base(self, step: int) -> tuple[int, int] | None:
         """Return the state after a step, as `Kept.base` names it; None if there is no copy of it."""
-        mark = self.begun[1] if step == self.begun[0] else self.whose.mark if step == self.taken() else None
+        mark = self.begun[1] if step == self.begun[0] else self.whose.mark if step == self.copies.taken() else None
         return None if mark is None else (step, mark)
-
-
-class CopiesTaken(Protocol):
-    """Copies in memory, as far as this trainer needs them."""
-
-    def taken(self) -> int:
-        """Return the step of the last copy."""
-
-    def settle(self) -> None:
-        """Wait until it has been completed."""
 
 
 @dataclass(frozen=True)
@@ -168,15 +165,14 @@ class SurvivorsTrainer(Trainer):
         """Return the sums of gradients that this rank may keep, and give them their names."""
         parts, numbers = list[TensorBox](), dict[str, int]()
         for accumulator in (each for bucket in self.optimizer.updated for each in bucket.accumulators):
-            reduction, named = accumulator.reduction, list[tuple[str, int, int]]()
-            assert isinstance(reduction, KeptReduction)
-            for slot in reduction.spec.layout.slots:
+            named = list[tuple[str, int, int]]()
+            for slot in accumulator.reduction.spec.layout.slots:
                 plain = slot.parameter.sharding.name
                 numbers[plain] = numbers.get(plain, 0) + 1
                 named.append((f"{plain} {numbers[plain]}", slot.start, slot.stop))
                 shape = (slot.stop - slot.start,)
                 parts.append(TensorBox(named[-1][0], shape, accumulator.gradients.dtype, Box.whole(shape)))
-            reduction.parts = named
+            cast(KeptReduction, accumulator.reduction).parts = named
         return parts
 
     def begin(self, slot: Slot, whose: Whose, continued: Taken | None, copies: CopiesTaken) -> str | None:
@@ -189,7 +185,7 @@ class SurvivorsTrainer(Trainer):
             copies: the copies that are taken in this start.
         """
         begun = self.iteration, None if continued is None else continued.mark
-        self._memory = memory = _Memory(slot, self.kept_parts(), whose, begun, copies.taken, copies.settle)
+        self._memory = memory = _Memory(slot, self.kept_parts(), whose, begun, copies)
         self._marks = marks = Marks(slot.descriptor)
         self.sections.is_finishing = lambda: marks.is_computing
         mesh = self.mesh
@@ -216,7 +212,8 @@ class SurvivorsTrainer(Trainer):
         own, counts = found.get(mesh.rank), next(iter(found.values())).counts
         self._rest = _Rest(deals[mesh.coordinate("dp")], own, counts, len(done))
         if own is not None:
-            self._set("kept", memory.room)
+            for reduction in self._reductions:
+                reduction.kept = memory.room
         return (
             f"step {self.iteration + 1}: {len(done)} of {micro_batches} micro-batches have been kept by the ranks that "
             f"had not failed; the ranks divide the other {micro_batches - len(done)}"
@@ -239,19 +236,16 @@ class SurvivorsTrainer(Trainer):
         base = memory.base(self.iteration)
         return found if base is not None and found["base"] == list(base) else None
 
-    def _set(self, name: str, value: Mapping[str, Tensor]) -> None:
-        for bucket in self.optimizer.updated:
-            for accumulator in bucket.accumulators:
-                setattr(accumulator.reduction, name, value)
+    @property
+    def _reductions(self) -> list[KeptReduction]:
+        found = [accumulator.reduction for bucket in self.optimizer.updated for accumulator in bucket.accumulators]
+        return cast(list[KeptReduction], found)  # of the class that `Survivors.options` gives
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def next_micro_batches(self) -> Sequence[Any]:
-        """Return this rank's micro-batches of the next step, without those whose gradients have been kept."""
-        if self._rest is None:
-            return super().next_micro_batches()
-        with self.sections(DATA):
-            return self.loader.micro_batches(self.consumed_samples, self._rest.deal)
+    def next_deal(self) -> Deal:
+        """Return this rank's part of the next step, without the micro-batches whose gradients have been kept."""
+        return super().next_deal() if self._rest is None else self._rest.deal
 
     def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
         """Return the counts of the terms over the global batch, and those by which gradients are divided: the same."""
@@ -292,14 +286,15 @@ class SurvivorsTrainer(Trainer):
             return super().update(gradients, figures)
         metrics = super().update(gradients, {**figures, KEPT: self._rest.done})
         self._rest = None
-        self._set("kept", {})
+        for reduction in self._reductions:
+            reduction.kept = {}
         self._skipped = None  # to locate what was not finite, a second run would lack what was kept
         return metrics
 
     @property
     def _can_keep(self) -> bool:
-        """Tell whether gradients of the next step would be of use, and pass the gate: all reductions of a step that is
-        drawn run where they stand in the list."""
+        """Tell whether gradients of the next step would be of use: there is a copy of the state before it. A step whose
+        time line is drawn reduces its gradients in the engine, without the gate."""
         assert self._memory is not None
         drawn = self.iteration + 1 == self.config.profiling.profile_pipeline
         return not drawn and self._memory.base(self.iteration) is not None
@@ -335,30 +330,33 @@ class SurvivorsTrainer(Trainer):
 
         Raises CommunicationError if it does not come.
         """
-        memory, rest = self._memory, self._rest
+        memory, kept = self._memory, self._description(gradients)
         assert memory is not None
         assert self._marks is not None
-        base = memory.base(self.iteration)
-        sums = {name: float(value) for name, value in gradients.sums.items()}
-        if base is not None and all(map(math.isfinite, sums.values())):
-            mesh, size = self.mesh, self.config.training.micro_batch_size
-            own = [(each.sample_ids[0] - self.consumed_samples) // size for each in gradients.micro_batches]
-            before = () if rest is None or rest.own is None else rest.own.done
-            if rest is not None and rest.deal.empty:
-                own = []
-            done = tuple(sorted({*before, *own}))
-            place, replica = _place(mesh, mesh.rank), mesh.coordinate("dp")
-            kept = Kept(memory.whose.mark, base, replica, place, done, sums, gradients.counts)
+        if kept is not None:
             memory.slot.discard()
-            self._set("room", memory.room)
+            for reduction in self._reductions:
+                reduction.room = memory.room
             for chunk, number in reductions:
                 self.optimizer.reduce(chunk, number)
-            memory.settle()
+            memory.copies.settle()
             state = TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps)
-            seal(memory.slot, memory.whose, memory.parts, Manifest(state, {_SECTION: kept.to_json()}, {}, {}))
+            seal(memory.slot, memory.whose, memory.parts, Manifest(state, {_SECTION: asdict(kept)}, {}, {}))
         self._marks.set_computing(False)
         time.sleep(END_SECONDS)
         raise CommunicationError(f"another rank has failed in step {self.iteration + 1}, and this one was not ended")
+
+    def _description(self, gradients: Gradients) -> Kept | None:
+        """Return what is to be kept of this step; None if nobody could use it."""
+        assert self._memory is not None
+        base = self._memory.base(self.iteration)
+        sums = {name: float(value) for name, value in gradients.sums.items()}
+        if base is None or not all(map(math.isfinite, sums.values())):
+            return None
+        before = () if self._rest is None or self._rest.own is None else self._rest.own.done
+        done = tuple(sorted({*before, *self.next_deal().numbers}))
+        place, replica = _place(self.mesh, self.mesh.rank), self.mesh.coordinate("dp")
+        return Kept(self._memory.whose.mark, base, replica, place, done, sums, gradients.counts)
 
 
 def _added(sums: TermSums, kept: Mapping[str, float]) -> TermSums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.data.sampler import Deal
@@ -28,12 +28,9 @@ class Kept:
     counts: Mapping[str, float]
     """Counts of the terms over the whole global batch."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def of(values: Mapping[str, Any]) -> Kept:
-        """Return what `to_json` gave, after it has been text."""
+        """Return the description from its fields, which have been JSON."""
         lists = {name: tuple(values[name]) for name in ("base", "place", "done")}
         return Kept(**{**values, **lists})
 

@@ -237,6 +237,23 @@ def test_a_stop_between_the_decision_and_the_start_is_told_to_other_nodes(node: 
     assert node.forked == []
 
 
+def test_a_stop_signal_ends_ranks_that_finish_their_step(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other generation will use what they compute, and a job that is preempted has little time."""
+    killed: list[int] = []
+    monkeypatch.setattr(Ranks, "kill", lambda _, rank: killed.append(rank.place.rank))
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    lines = meeting(node)
+    began(node)
+    node.agent._ranks.by_number[0].process = os.getpid()
+    node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "rank 1 died", "grace": 0.0, "ranks": [1]}})
+    node.turn()
+    assert (node.agent._state, killed) == ("ending", [])
+    lines.send({"signal": int(signal.SIGTERM)})
+    node.turn()
+    assert killed == [0]
+    node.agent._ranks.by_number[0].process = 0
+
+
 def test_an_agent_that_leaves_keeps_its_exit_code_when_the_store_ends(node: Node) -> None:
     """The store may end with rank 0's agent, which leaves once it knows that the others do."""
     lines = node.join(1, world=2)

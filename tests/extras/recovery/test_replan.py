@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.replan import Replanned
 from megalite.extras.recovery import launched, replanning
 from megalite.extras.recovery.events import Events
 from megalite.extras.recovery.forks import Launched
@@ -103,6 +104,23 @@ def test_a_planner_without_an_answer_is_an_error(ends: bool, tmp_path: Path, mon
         events.after(45.0, "nothing comes", events.stop)
         events.run()
     assert planned.plans == {1: {"error": "the planner has ended without a layout, or took more than 1 s"}}
+
+
+def test_a_planner_for_another_number_of_nodes_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {2: lambda: time.sleep(60), 1: lambda: Replanned(2, ["--tp", "1"], "TP 1")}
+    monkeypatch.setattr(replanning, "entry_point", lambda _: lambda _, nodes, __: answers[nodes]())
+    ours, theirs = socket.socketpair()
+    hello = {"replanning_seconds": 60.0, "folder": str(tmp_path), "argv": [""], "environment": {}}
+    events = Events()
+    with ours, theirs:
+        planned = Replanning(Launched(Lines(ours), hello, Place(0, 0, 6, 2)), {0, 1, 2}, events, events.stop)
+        planned.begin(2)
+        planned.begin(1)
+        events.after(45.0, "nothing comes", events.stop)
+        events.run()
+    assert planned.plans == {1: {"nodes": 1, "flags": ["--tp", "1"], "text": "TP 1"}}
 
 
 def test_bits_that_leave_no_other_layout_are_refused() -> None:

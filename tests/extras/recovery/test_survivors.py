@@ -6,9 +6,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from megalite.errors import CommunicationError
 from megalite.extras.recovery import survivors
-from megalite.extras.recovery.asked import PAGE, Marks
 from megalite.extras.recovery.generation import Generation, generation
+from megalite.extras.recovery.marks import PAGE, Marks
+from megalite.extras.recovery.slot import Slot
 from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import RunningStep, StepObserver
@@ -56,17 +58,31 @@ class Dies(StepObserver):
         raise Died
 
 
+@contextmanager
+def in_generation() -> Iterator[int]:
+    """Give this process what its agent would give a rank. Yields the end of the pipe at which the agent reads."""
+    reading, writing = os.pipe()
+    variables = Generation(1, 0.0, None, writing, os.getpid()).variables()
+    os.environ.update(variables)
+    generation.cache_clear()
+    try:
+        yield reading
+    finally:
+        for name in variables:
+            del os.environ[name]
+        generation.cache_clear()
+        os.close(reading)
+        os.close(writing)
+
+
 def live(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: int, dead: int | None) -> Any:
     """Train for some steps, and in the one that follows, lose a rank. Returns how it began, its notes, and records.
 
     The other ranks are asked, as their agents would, when they come to the gate; those that wait for the dead one end.
     """
-    pipe = os.pipe()
-    os.environ.update(Generation(1, 0.0, None, pipe[1], os.getpid()).variables())
-    generation.cache_clear()
     survivors.END_SECONDS = survivors.ASKING_SECONDS = 0.0
-    try:
-        marks = Marks(os.open(f"/proc/{memory.holder}/fd/{memory.files[dist.get_rank()][4]}", os.O_RDWR))
+    with in_generation() as pipe:
+        marks = Marks(memory.opened(dist.get_rank())[4])
         marks.clear()
         life = born(memory, hosts, folder, flags)
         found = []
@@ -86,13 +102,7 @@ def live(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: 
                     with pytest.raises(CommunicationError, match="another rank has failed in step"):
                         life.trainer.step()
                 assert not marks.is_computing  # its agent waits no longer
-        return life.how, life.copies.notes, found, os.read(pipe[0], 4096).decode()
-    finally:
-        for name in Generation(1, 0.0, None, 0, 0).variables():
-            del os.environ[name]
-        generation.cache_clear()
-        os.close(pipe[0])
-        os.close(pipe[1])
+        return life.how, life.copies.notes, found, os.read(pipe, 4096).decode()
 
 
 LAYOUTS = {
@@ -153,6 +163,35 @@ def test_a_run_goes_on_within_the_step(fault: Fault, tmp_path: Path) -> None:
     assert kept[3] == 2, kept
     assert kept.count(None) == len(kept) - 1
     campaign.assert_unbroken(but="bytes_sent")
+
+
+def uses(memory: Memory, hosts: Sequence[str], folder: Path, drops: bool) -> tuple[list[bool], bool]:
+    """Return whether gradients would be of use after each of three steps, the second without a copy, and whether kept
+    ones are there, if copies `drop_after` a step or not."""
+    with in_generation():
+        files = memory.opened(dist.get_rank())
+        Marks(files[4]).clear()
+        life = born(memory, hosts, folder, FINISH)
+        survivor, found = cast(survivors.SurvivorsTrainer, life.trainer), []
+        with life.trainer.loader:
+            for copied in (True, False, True):
+                life.trainer.step()
+                if copied:
+                    life.copies.after_step(busy=False)
+                    life.wait()
+                found.append(survivor._can_keep)
+        if drops:
+            life.copies.drop_after(1)
+        return found, Slot(files[4]).header() is not None
+
+
+def test_gradients_are_of_use_only_with_a_copy_and_go_with_copies_that_may_be_wrong(
+    memory: Any, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    files = memory(2)
+    rank_pools(2).run(live, files, hosts(2), tmp_path, FINISH, 3, 1)
+    assert rank_pools(2).run(uses, files, hosts(2), tmp_path, False)[0] == ([True, False, True], True)
+    assert rank_pools(2).run(uses, files, hosts(2), tmp_path, True)[0] == ([True, False, True], False)
 
 
 SAVED = "--warm-restart --save run --resume auto --memory-checkpoint-interval 1 --survivors-finish-step"

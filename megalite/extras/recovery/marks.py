@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-_ASKED, _COMPUTES = 4094, 4095
-"""Positions of the marks: the last bytes of the page of a slot's header (slot.py)."""
 PAGE = 4096
+"""Size in bytes of the page at the start of the file, in which a slot has its header (slot.py)."""
+_ASKED, _COMPUTES = PAGE - 2, PAGE - 1
+"""Positions of the marks, the last bytes of this page."""
 
 
 @dataclass(frozen=True)
