@@ -40,7 +40,11 @@ SHAPE = """--mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --seq-le
 
 def _rank(rank: int, files: list[list[int]], flags: str, rounds: int, store: str) -> None:
     torch.set_num_threads(1)
-    os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = f"node{rank}", ",".join(map(str, files[rank]))
+    os.environ["SLURMD_NODENAME"], os.environ[MEMORY_FILES] = (
+        f"node{rank}",
+        f"{os.getpid()} {','.join(map(str, files[rank]))}",
+    )
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"  # without nodes that are replaced, ranks have no partners
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     config = resolve(parse_arguments(flags.split()).config, 2)
     mesh = ParallelMesh(rank=rank, world_size=2)
@@ -92,7 +96,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         flags = SHAPE.format(folder=folder, **vars(given))
-        files = [[os.memfd_create("slot") for _ in range(4)] for _ in range(2)]
+        files = [[os.memfd_create("slot") for _ in range(5)] for _ in range(2)]
         context = torch.multiprocessing.start_processes(
             _rank, (files, flags, given.rounds, f"{folder}/store"), nprocs=2, start_method="fork"
         )

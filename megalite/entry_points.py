@@ -9,6 +9,7 @@ _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
+    "survivors": "megalite.extras.recovery.survivors:Survivors",
     "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",
     "with_device_classes": "megalite.extras.planner.device_classes:with_device_classes",
     "require_valid_classes": "megalite.extras.planner.device_classes:require_valid_classes",
@@ -19,6 +20,7 @@ _ENTRY_POINTS = {
     "run_program_warm": "megalite.extras.recovery.launched:run_program_warm",
     "generation": "megalite.extras.recovery.generation:generation",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
+    "replan": "megalite.extras.planner.replan:replan",
 }
 
 

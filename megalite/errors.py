@@ -46,6 +46,10 @@ class RendezvousError(CommunicationError):
     """The rendezvous of the ranks failed. The message names the cause."""
 
 
+class FailedElsewhere(SystemExit):
+    """Silent end of a rank after another one has failed and said why. Its code is that of the other rank."""
+
+
 class CheckpointError(MegaliteError):
     """A checkpoint cannot be written, or cannot be loaded into this run."""
 

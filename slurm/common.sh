@@ -60,8 +60,8 @@ split_container() {
 # patiently COMMAND...: again until it succeeds, as SLURM's controller may not answer for a while
 patiently() { until "$@"; do sleep 5; done; }
 
-# has_spares FLAGS...: whether nodes wait within the run to take the place of others
-has_spares() { [[ " $* " =~ \ --spare[-_]nodes[\ =] ]]; }
+# outlives_nodes FLAGS...: whether a run goes on without a node that it loses
+outlives_nodes() { [[ " $* " =~ \ --(spare[-_]nodes[\ =]|elastic\ ) ]]; }
 
 # launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}", which are in the order in which SLURM
 # numbers them in a step; each node writes LOGS/NODE.log
@@ -79,8 +79,8 @@ launch() {
         --kill-on-bad-exit=0 --wait=40 # ranks that have lost a peer end by themselves, once they have met
         --label --open-mode=append --output="$logs/%N.log"
     )
-    # A spare node takes the place of a lost one within this step, whose other tasks live on.
-    has_spares "$@" && options+=(--no-kill --wait=0)
+    # A run that goes on without a lost node does so within this step, whose other tasks live on.
+    outlives_nodes "$@" && options+=(--no-kill --wait=0)
     # By it the ranks know each other (SECURITY.md): each start has its own, and no command line shows it.
     MEGALITE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export MEGALITE_SECRET

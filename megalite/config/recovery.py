@@ -27,6 +27,12 @@ class RecoveryConfig:
     elastic: bool = False
     """Go on with fewer nodes where no spare one is left, in whole replicas of the model, and with more once they are
     back. The micro-batches of a step are then divided as equally as its ranks allow."""
+    elastic_replan: bool = False
+    """Go on where elastic would end: if the nodes that are left hold no whole replica, the planner chooses another
+    layout (TP, PP, CP, EP, DP) for them, until enough of the others are back."""
+    survivors_finish_step: bool = False
+    """Let the replicas without a rank that fails finish their micro-batches of the step, and keep the gradients in
+    memory; the ranks that start again divide those that are left."""
 
     @property
     def goes_on_without_nodes(self) -> bool:
@@ -60,9 +66,11 @@ class RecoveryConfig:
 def recovery_problems(recovery: RecoveryConfig, checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not recovery.warm_restart:
-        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic"
-        yield from needs(recovery, names, "--warm-restart")
+        names = "memory_checkpoint_interval memory_checkpoint_partner spare_nodes elastic elastic_replan"
+        yield from needs(recovery, f"{names} survivors_finish_step", "--warm-restart")
         return
+    if not recovery.elastic:
+        yield from needs(recovery, "elastic_replan", "--elastic")
     if checkpoint.save is None:
         yield "--warm-restart needs --save, the run directory from which ranks that start again continue"
     elif is_url(checkpoint.save):

@@ -156,6 +156,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         logging_problems(config.logging),
         recovery_problems(config.recovery, config.checkpoint),
         _elastic(config),
+        _survivors(config),
         _corruption(config, world_size),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
@@ -190,6 +191,15 @@ def _elastic(config: RunConfig) -> Iterable[str]:
     from megalite.config.validate_elastic import elastic_problems  # few runs are elastic
 
     return elastic_problems(config, _chunks(config))
+
+
+def _survivors(config: RunConfig) -> Iterable[str]:
+    """Return a line for each option with which survivors of a failure cannot finish their step."""
+    if not config.recovery.survivors_finish_step:
+        return ()
+    from megalite.config.validate_survivors import survivor_problems  # few runs do
+
+    return survivor_problems(config)
 
 
 def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:

@@ -70,6 +70,8 @@ def share_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
             f"micro-batches for each of {copies} data-parallel ranks: raise it to "
             f"{2 * training.micro_batch_size * copies} or more"
         )
+    if text == AUTO and config.checkpoint.save is None:
+        yield f"{FLAG} {AUTO}: shares change when the run saves, and it does not. Give --save, or shares in numbers"
     # Of the synchronizations that are not plain, only this one leaves each rank's sum of gradients as it is.
     plain = replace(config.synchronization, drop_stragglers_after=None)
     if plain != SynchronizationConfig():

@@ -58,7 +58,8 @@ class MicroBatchLoader:
     def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatchArrays]:
         """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
 
-        An empty slot has the tokens of the rank's last micro-batch, all of them padding that counts nowhere.
+        An empty slot has the tokens of the rank's last micro-batch, or if it has none, of the step's first one, all of
+        them padding that counts nowhere.
 
         Raises:
             DataError: a file is damaged, the dataset has too few samples, or a token is outside the vocabulary.
@@ -74,7 +75,10 @@ class MicroBatchLoader:
             next_step = consumed_samples + deal.total * self.micro_batch_size
             self._ahead = self._submit(deal.samples(next_step, self.micro_batch_size))
             read = [ready[samples].result() for samples in wanted]
-        return read + [emptied(read[-1])] * deal.empty if deal.empty else read
+        if not deal.empty:
+            return read
+        some = read[-1] if read else self._load(range(consumed_samples, consumed_samples + self.micro_batch_size))
+        return read + [emptied(some)] * deal.empty
 
     def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
         if self._executor is None:

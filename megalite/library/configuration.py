@@ -51,7 +51,7 @@ _REFUSED = {
     "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
     "num_servers max_staleness backup_workers",
-    "recovery": "spare_nodes elastic",
+    "recovery": "spare_nodes elastic elastic_replan survivors_finish_step",
     "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval",
 }
 

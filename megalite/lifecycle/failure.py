@@ -35,6 +35,7 @@ from megalite.errors import (
     EXIT_INTERNAL,
     EXIT_RESUMABLE,
     CommunicationError,
+    FailedElsewhere,
     FileError,
     MegaliteError,
     code_in,
@@ -83,7 +84,8 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
-            _tell_end(ending.code)
+            if not isinstance(ending, FailedElsewhere):  # this rank does not end on purpose
+                _tell_end(ending.code)
             if ending.code != EXIT_FINISHED:
                 write_exit_code(ending.code)  # also after a stop signal: a rank that caused it has left its own code
             _exit(ending.code)

@@ -8,12 +8,11 @@ value is empty on success, otherwise it says why the rendezvous failed.
 from __future__ import annotations
 
 import datetime
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError, code_in
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, FailedElsewhere, RendezvousError, code_in
 from megalite.mailbox import Mailbox
 from megalite.process.bounded import in_thread
 from megalite.process.host import listen, require_open_files
@@ -127,7 +126,8 @@ def store_name(place: Place) -> str:
 def wait_for_all_ranks(mailbox: Mailbox, place: Place, seconds: float, watch: Callable[[], bool] = bool) -> None:
     """Wait until rank 0 has seen all ranks.
 
-    If rank 0 or a failed rank (`publish_failure`) has reported the failure, the other ranks exit silently.
+    If rank 0 or a failed rank (`publish_failure`) has reported the failure, the other ranks exit silently
+    (FailedElsewhere).
 
     Args:
         watch: called before a rank joins, on rank 0 first: from then on the death of a rank is detected. Returns True
@@ -150,7 +150,7 @@ def wait_for_all_ranks(mailbox: Mailbox, place: Place, seconds: float, watch: Ca
         _check_in(mailbox, place.rank)
         word = _wait_for_host(mailbox, limit, watched)
     if word:
-        sys.exit(code_in(word, EXIT_RESUMABLE))
+        raise FailedElsewhere(code_in(word, EXIT_RESUMABLE))
 
 
 def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -> int:

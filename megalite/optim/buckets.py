@@ -223,10 +223,10 @@ class Bucket(ParameterBucket):
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.uses}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
-        self._allow_unused, self._fixed_point = options.allow_unused, options.fixed_point
-        if self._fixed_point is not None:
+        self._allow_unused, self.fixed_point = options.allow_unused, options.fixed_point
+        if self.fixed_point is not None:
             for slot in self.slots:
-                self._fixed_point.require(slot.parameter.sharding)
+                self.fixed_point.require(slot.parameter.sharding)
         self.deferred: DeferredGradients | None = None
         self.owned_runs = list(self.layout.runs(*self.owned_range))
         """This rank's slice, divided into runs of elements of one parameter group."""
@@ -247,8 +247,8 @@ class Bucket(ParameterBucket):
         `begin_reduction` does.
         """
         accumulator = self._accumulator_of[use]
-        if self._fixed_point is not None:
-            gradient = self._fixed_point.gradient(gradient)
+        if self.fixed_point is not None:
+            gradient = self.fixed_point.gradient(gradient)
         if self.deferred is not None:
             self.deferred.keep(partial(accumulator.add, parameter, gradient, use))
         else:

@@ -68,11 +68,11 @@ class FixedPoint:
             )
 
     @cached_property
-    def _of_gradients(self) -> Grid:
+    def of_gradients(self) -> Grid:
         return Grid.of(GRADIENT_EXPONENT, _USES * self.micro_batches)
 
     def gradient(self, gradient: Gradient) -> FixedPointGradient:
-        return FixedPointGradient(gradient, self._of_gradients, self.dtype)
+        return FixedPointGradient(gradient, self.of_gradients, self.dtype)
 
     def term(self, value: Tensor) -> Tensor:
         """Return the sum of a term of the loss over a micro-batch, rounded."""

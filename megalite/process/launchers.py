@@ -17,7 +17,7 @@ POD_PORT = 29500
 GENERATION = "MEGALITE_GENERATION"
 """Variable with the number of the generation of a rank that is restarted warm."""
 MEMORY_FILES = "MEGALITE_MEMORY_FILES"
-"""Variable with the descriptors of four files in memory that outlive such a rank, separated by commas."""
+"""Variable with the process ID of such a rank, a space, and the descriptors of files in memory that outlive it."""
 _FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's step IDs from here on are batch scripts and salloc shells, not tasks
 _LOWEST_PORT, _PORTS = 20000, 10000  # below the ports that systems hand out by themselves
 

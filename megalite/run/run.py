@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -234,10 +235,16 @@ class Run:
 
 def _has_finished(path: AnyPath, metrics: AnyPath | None, last: int, mesh: ParallelMesh) -> bool:
     """Tell whether the run of this checkpoint has made its last evaluations, too. Rank 0 looks, and all ranks agree."""
+    done = path.parent / "DONE"
     finished = mesh.rank == 0 and (
-        has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
+        (has_file(done) and not _is_empty(done)) or (metrics is not None and has_test_loss(metrics, last))
     )
     return bool(collectives.all_gather_json(finished, mesh)[0])
+
+
+def _is_empty(path: AnyPath) -> bool:
+    """Tell whether a file is empty: a power loss may leave it so, and older files without their last lines."""
+    return isinstance(path, Path) and path.stat().st_size == 0
 
 
 def _record_run(directory: AnyPath, config: TaskConfig) -> None:
@@ -264,6 +271,9 @@ class RunSynchronization(Synchronization):
 
 def make_synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronization:
     """Return how the ranks of this mesh, all of a run, bring together what they learn. Called by all ranks together."""
+    if config.recovery.survivors_finish_step:
+        survivors: RunSynchronization = entry_point("survivors")(mesh)
+        return survivors
     if config.synchronization.is_plain:
         return RunSynchronization(mesh)
     found: RunSynchronization = entry_point("synchronization")(config, mesh)

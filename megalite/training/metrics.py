@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
@@ -94,12 +94,14 @@ class TestMetrics(Metrics):
 
 
 _KINDS = StepMetrics, ValidationMetrics, TestMetrics
+_LONGEST_LINE = 2**24  # characters: a damaged file may be one line
 THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
 """Figures of a language model's speed."""
 ON_REQUEST = {
     *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
+    "kept_micro_batches",
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
 }
 """Figures that flags add to the record of a step."""
@@ -394,9 +396,9 @@ def _opened(path: Path) -> TextIO:
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
-def _records(lines: Iterable[str], step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
-    """Yield each line with its record, or None if it is damaged."""
-    for line in lines:
+def _records(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
+    """Yield each line with its record, or None if it is damaged. One that is too long is several damaged lines."""
+    for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
         try:
             record = json.loads(line)
             whole = type(record[step]) is int

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.optim.buckets import ParameterBucket
+from megalite.optim.fixed_point import FixedPoint
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel.collectives import all_gather_json, all_reduce_
 from megalite.parallel.mesh import ParallelMesh
@@ -96,7 +97,8 @@ def locate(
         engine.run(step.actions, step.micro_batches, step.multipliers, optimizer, search)
     result = optimizer.agreed(optimizer.complete(step.loss_scale))
     second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
-    cause = _describe_cause(first, second, result, hosts, step)
+    grid = next((bucket.fixed_point for bucket in optimizer.updated if bucket.fixed_point is not None), None)
+    cause = _describe_cause(first, second, result, hosts, step, grid)
     return f"{told}. It was run once more to find the cause: {cause}"
 
 
@@ -174,6 +176,7 @@ def _describe_cause(
     result: StepResult,
     hosts: Sequence[str],
     step: Gradients,
+    grid: FixedPoint | None,
 ) -> str:
     """Return what a second run of a skipped step has found, by the reports of all ranks on both runs."""
     if not result.skipped:
@@ -184,10 +187,19 @@ def _describe_cause(
         return f"{_describe_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)
-        return f"every gradient was finite, but what {_ranks(kept, hosts)} accumulated from it is not: {_listed(names)}"
+        told = f"every gradient was finite, but what {_ranks(kept, hosts)} accumulated from it is not: {_listed(names)}"
+        return told + _describe_grid(grid)
     if names := dict.fromkeys(name for report in second for name in report.summed):
-        return f"each rank's gradients are finite, but their sum over the ranks is not: {_listed(names)}"
+        told = f"each rank's gradients are finite, but their sum over the ranks is not: {_listed(names)}"
+        return told + _describe_grid(grid)
     return "all gradients are finite, but their norm overflows"
+
+
+def _describe_grid(grid: FixedPoint | None) -> str:
+    if grid is None:
+        return ""
+    most = f"{grid.of_gradients.largest:g} in one micro-batch"
+    return f". --bitwise-elastic makes an element infinite that is beyond {most}: drop it if such gradients are right"
 
 
 def _describe_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:

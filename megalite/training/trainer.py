@@ -250,9 +250,13 @@ class Trainer:
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
-        deal = self.deal(self.task.batch_size.at(self.consumed_samples))
+        deal = self.next_deal()
         with self.sections(DATA):
             return self.loader.micro_batches(self.consumed_samples, deal)
+
+    def next_deal(self) -> Deal:
+        """Return this rank's part of the next step."""
+        return self.deal(self.task.batch_size.at(self.consumed_samples))
 
     def return_unused_memory(self, level: int) -> None:
         """Give cached memory of the device back, if the setting is at least this level."""

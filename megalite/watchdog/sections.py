@@ -65,6 +65,8 @@ class Sections:
         """Longest time that each kind of finished section has taken."""
         self.failed = ""
         """Innermost section of the last error that has left a section."""
+        self.is_finishing: Callable[[], bool] = lambda: False
+        """Tells whether the main thread computes what is of use though another rank has ended."""
         self._failure: BaseException | None = None
         self._waited, self._clock, self._profile_range = waited, clock, profile_range
         self._stopped = 0.0

@@ -38,6 +38,7 @@ _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
 _STOPPED_SECONDS = 2.0  # a tick that is this late shows that the whole process was stopped
 _WRITING_SECONDS = 3.0
+_FINISHING_SECONDS = 60.0  # for the main thread to complete what is of use though another rank has ended
 _LEAVING_SECONDS = 2.0  # for the main thread to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
 _SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: rank 0 is suspended
@@ -382,6 +383,9 @@ class Watchdog:
                     say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
+            until = time.monotonic() + _FINISHING_SECONDS
+            while self.sections.is_finishing() and time.monotonic() < until:  # the node's agent ends this process
+                time.sleep(_TICK_SECONDS)
         if self._monitor is not None:
             self._monitor.secret.remove()
         if self._place.rank == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
+from megalite.model.gpt import GPT
 from megalite.optim.fixed_point import FixedPoint, FixedPointGradient, Grid
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, named_pieces
@@ -133,6 +135,23 @@ def test_a_gradient_beyond_the_grid_is_not_applied(rank_pools: RankPools) -> Non
     gradient = FixedPointGradient(DenseGradient(torch.tensor([1.5, 100.0])), grid, torch.float32)
     gradient.add_to(target, overwrite=False)
     assert target.tolist() == [2.5, math.inf]
+
+
+def report_of_a_large_gradient() -> str | None:
+    """Return what is reported of a step in which an element of each micro-batch's gradient is 100 or more."""
+    config = resolve(parse_arguments(f"{FLAGS} {KINDS['fp64']}".split()).config, dist.get_world_size())
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh(rank=dist.get_rank(), world_size=2))
+    network = cast(GPT, trainer.chunks[0])
+    network.layers[0].input_norm.weight.register_hook(lambda gradient: gradient + 100.0)
+    with trainer.loader:
+        assert trainer.step().skipped
+        return trainer.locate_not_finite()
+
+
+def test_the_report_on_a_gradient_beyond_the_grid_names_the_flag(rank_pools: RankPools) -> None:
+    told, other = rank_pools(2).run(report_of_a_large_gradient)
+    assert told == other
+    assert "it is not: layers.0.input_norm.weight (infinity). --bitwise-elastic makes an element infinite that" in told
 
 
 @pytest.mark.parametrize(

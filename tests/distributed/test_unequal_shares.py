@@ -152,7 +152,7 @@ def test_shares_are_of_pipelines(tmp_path: Path, rank_pools: RankPools) -> None:
 def shares_after_real_steps() -> tuple[int, ...]:
     """Return the shares after three steps in which rank 1 needs 50 ms more for each forward."""
     rank = dist.get_rank()
-    config = resolve(parse_arguments(f"{FLAGS} --data-parallel-shares auto".split()).config, 2)
+    config = resolve(parse_arguments(f"{FLAGS} --data-parallel-shares auto --save unused".split()).config, 2)
     trainer = gpt_trainer(config, open_data(config), ParallelMesh(rank=rank, world_size=2))
     (network,) = trainer.chunks
     network.register_forward_pre_hook(lambda *_: time.sleep(0.05 * rank))

@@ -40,7 +40,7 @@ LLAMA = (
 )
 FAMILIES: Mapping[str, tuple[str, ...]] = {"gpt2": GPT2, "llama": LLAMA}
 
-_OF_THE_MACHINE = ("time", "per_second", "tflops", "mfu", "memory")
+_OF_THE_MACHINE = ("time", "per_second", "tflops", "mfu", "memory", "kept_micro_batches")
 
 
 @dataclass(frozen=True)

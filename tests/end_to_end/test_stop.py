@@ -171,6 +171,19 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
 
 
 @pytest.mark.wide
+def test_a_run_of_whose_end_a_power_loss_has_left_no_more_than_a_name_ends_again(run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    flags = [*ENDLESS, "--train-iters", 2, "--eval-iters", 2, "--resume", "auto", "--save", directory]
+    run(*flags, world_size=2)
+    whole, path = metrics(directory), directory / "metrics.jsonl"
+    (directory / "DONE").write_bytes(b"")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert "finished after step 2" in run(*flags, world_size=2).stdout
+    assert (directory / "DONE").read_text() == "2\n"
+    assert metrics(directory) == whole
+
+
+@pytest.mark.wide
 def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: Path) -> None:
     """There is one line at the start if somebody else has changed the file, otherwise none."""
     flags = [*GPT2, "--lr-decay-style", "constant", "--eval-iters", 1, "--eval-interval", 2]

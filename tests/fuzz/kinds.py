@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import launches, messages, templates
+from tests.fuzz import devices, launches, messages, templates
 from tests.fuzz.edits import (
     BYTES,
     INDEX,
@@ -537,6 +537,14 @@ KINDS: Mapping[str, Kind] = {
         _draw_chat,
         streams=("talk.jsonl",),
     ),
+    "devices": Kind((devices.prepare,), devices.read_devices, {"classes.toml": devices.TOML, "seconds.json": JSON}),
+    "nodes": Kind(
+        (devices.prepare,),
+        devices.read_nodes,
+        {"run/sick_nodes.jsonl": LINES, "run/ledger.jsonl": LINES},
+        allowed=lambda base, edits: (base / "in" / "run" / "ledger.jsonl",),  # which is cut to the step
+    ),
+    "chaos": Kind((devices.prepare,), devices.read_chaos, {"schedule.json": JSON, "sites.toml": devices.TOML}),
     "launch": Kind((launches.prepare,), launches.program, launches.FILES, launches.draw),
     "messages": Kind(messages.PREPARE, messages.program, dict.fromkeys(messages.FILES, LINES), messages.draw),
 }

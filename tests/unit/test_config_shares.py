@@ -34,8 +34,17 @@ FLAGS = (
         ("--data-parallel-shares 3:2 --global-batch-size 12", 2, "--micro-batch-size 2 x 5, the sum of"),
         ("--data-parallel-shares 3:2 --eval-global-batch-size 8", 2, "--eval-global-batch-size 8 is not a multiple"),
         ("--data-parallel-shares auto", 2, "--global-batch-size 4 has fewer than two micro-batches.*raise it to 8"),
-        ("--data-parallel-shares auto --global-batch-size 16 --eval-global-batch-size 2", 2, "fewer micro-batches"),
+        (
+            "--data-parallel-shares auto --save x --global-batch-size 16 --eval-global-batch-size 2",
+            2,
+            "fewer micro-batches",
+        ),
         ("--data-parallel-shares auto --global-batch-size 16 --zero3", 2, "none can take fewer"),
+        (
+            "--data-parallel-shares auto --global-batch-size 16",
+            2,
+            "auto: shares change when the run saves.*Give --save",
+        ),
         ("--data-parallel-shares auto --tp 2 --zero3", 1, "^1 ranks cannot be divided into groups"),
         ("--data-parallel-shares 3:1 --gradient-compression bf16", 2, "communicates less"),
         (
@@ -58,7 +67,13 @@ def test_a_step_has_the_least_batch_by_itself() -> None:
 
 
 def test_a_run_that_continues_may_be_past_sizes_with_too_few_micro_batches() -> None:
-    flags = [*FLAGS.replace("--train-iters 4", "--train-samples 999").split(), "--data-parallel-shares", "auto"]
+    flags = [
+        *FLAGS.replace("--train-iters 4", "--train-samples 999").split(),
+        "--data-parallel-shares",
+        "auto",
+        "--save",
+        "x",
+    ]
     flags += ["--global-batch-size", "16", "--step-batch-size-schedule", "0:4 64:16"]
     with pytest.raises(ConfigurationError, match="the size 4 has fewer micro-batches than 4 data-parallel ranks"):
         resolve(parse_arguments(flags).config, 4)

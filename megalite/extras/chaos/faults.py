@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,12 @@ class Observed:
     Attributes:
         calls: for each rank, how often it reached each site.
         seconds: from the first step to the end.
+        steps: number of steps of a rank.
     """
 
     calls: Mapping[int, Mapping[str, int]]
     seconds: float
+    steps: int = 0
 
     @property
     def world_size(self) -> int:
@@ -208,13 +210,39 @@ def _draw_trial(
     return trial
 
 
-def every_site(kinds: Sequence[str], sites: Collection[str], observed: Observed, seed: int) -> list[list[Fault]]:
-    """Return a trial for each kind, each site that a rank has reached, and each rank, at a drawn call of the site."""
+def every_site(
+    kinds: Sequence[str], sites: Collection[str], recovery: Collection[str], observed: Observed, seed: int,
+    faults: int = 1,
+) -> list[list[Fault]]:  # fmt: skip
+    """Return trials in which each of the kinds occurs once at each site that a rank has reached, for each rank.
+
+    One fault of a trial comes at a drawn call of its site. Several come one after the other, in the order of `sites`:
+    two steps after the restart, or at the first call where not every step has one. Few of those, and of the sites of a
+    starting process, share a trial, so that the run gets on.
+
+    Args:
+        recovery: sites that a starting process passes.
+        faults: most faults of a trial.
+    """
     generator = random.Random(seed)
-    return [
-        [Fault(kind, rank, site, generator.randint(1, calls[site]), seed=generator.getrandbits(32))]
+    found = [
+        Fault(kind, rank, site, _call(calls[site], observed.steps, faults, generator), seed=generator.getrandbits(32))
         for kind in kinds
         for rank, calls in sorted(observed.calls.items())
         for site in sites
         if calls.get(site)
     ]
+    rare = {site for calls in observed.calls.values() for site, number in calls.items() if number < observed.steps}
+    found.sort(key=lambda fault: (fault.site not in recovery, fault.site not in rare))  # each kind is dealt equally
+    count = -(-len(found) // faults)
+    order = list(sites)
+    trials = [sorted(found[first::count], key=lambda fault: order.index(fault.site or "")) for first in range(count)]
+    return [[replace(f, after=place - 1 if place else None) for place, f in enumerate(trial)] for trial in trials]
+
+
+def _call(calls: int, steps: int, faults: int, generator: random.Random) -> int:
+    """Draw the call of a site at which a fault occurs. `calls`: those of `steps` steps."""
+    if faults == 1:
+        return generator.randint(1, calls)
+    a_step = calls // max(steps, 1)
+    return 2 * a_step + generator.randint(1, max(a_step, 1))

@@ -89,7 +89,8 @@ class Trial:
         for record in self.records:
             if record["record"] in ("process", "site", "step"):
                 calls.setdefault(record["rank"], {}).update(record.get("calls", {}))
-        return Observed(calls, max(steps, default=0.0) - min(steps, default=0.0))
+        numbers = {record["number"] for record in self.of_kind("step")}
+        return Observed(calls, max(steps, default=0.0) - min(steps, default=0.0), len(numbers))
 
     def add(self, record: dict[str, Any]) -> None:
         """Add a record. A step after a fault is the recovery from it.

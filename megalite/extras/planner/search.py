@@ -112,12 +112,13 @@ class _Search:
     def _fill(self) -> None:
         """Queue all layouts whose weights have room."""
         planner, counts, least = self.planner, self.found.counts, self._least
-        all_stages = range(len(STRATEGIES)) if "zero" not in self.keep else [planner.config.parallel.zero_stage]
+        stays = "zero" in self.keep
+        all_stages = [planner.config.parallel.zero_stage] if stays else range(len(STRATEGIES))
         if planner.config.offload.parameter_offload:  # slices are those of ZeRO 3
             all_stages = [3]
         whole = drops_by_rank(planner.config, planner.device)
         for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):
-            stages = all_stages if planner.gpus > layout.tensor * layout.pipeline else [0]
+            stages = all_stages if stays or planner.gpus > layout.tensor * layout.pipeline else [0]
             counts["possible"] += len(stages)
             sizes = dict(zip(stages, least.memory(layout, stages), strict=True))
             fitting = [stage for stage, size in sizes.items() if size <= self.room]

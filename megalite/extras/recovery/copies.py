@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megalite.checkpoint import Candidates, TrainingState
 from megalite.checkpoint.directory import iteration_of
-from megalite.checkpoint.manifest import BLOCK, Manifest
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.parallel import ParallelConfig
@@ -34,7 +34,7 @@ from megalite.extras.recovery.choice import Choice, Taken, choose
 from megalite.extras.recovery.gathered import gathered
 from megalite.extras.recovery.interval import Price, interval_for
 from megalite.extras.recovery.partner import Links, goes_on_without_nodes, partners_of
-from megalite.extras.recovery.slot import FOLDER, HEADER, Slot, Whose, byte_ranges, describe, seal
+from megalite.extras.recovery.slot import FOLDER, Slot, Whose, byte_ranges, seal, size_of
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -46,9 +46,14 @@ from megalite.training.resume import ResumePoint
 from megalite.training.room_on_host import full_hosts
 from megalite.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from megalite.extras.recovery.survivors import SurvivorsTrainer
+
 _GIB = 2**30
-_ROOM = 1 << 16
-"""Bytes by which a manifest may grow, since the numbers of its training state do."""
+_OF_LAYOUT = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+"""Flags beside those of the section, which change no number either (docs/invariants.md)."""
+_SETTLING_SECONDS = 10.0
+"""Maximum wait for a copy, after another rank has failed."""
 _LAST_SECONDS = 60.0
 """Maximum wait for the last copy at the end of a run."""
 
@@ -58,9 +63,10 @@ def memory_copies(config: TaskConfig, mesh: ParallelMesh) -> Copies | None:
 
     Raises ConfigurationError, on all ranks alike, if the map of partners makes no sense.
     """
-    files = os.environ.get(MEMORY_FILES, "")
+    process, _, files = os.environ.get(MEMORY_FILES, "").partition(" ")
+    own = process == str(os.getpid())  # a program that a rank starts inherits the variable
     given = config.recovery.memory_checkpoint_interval != 0 and not config.synchronization.has_servers
-    if not all(all_gather_json(bool(files) and given, mesh)):
+    if not all(all_gather_json(own and given, mesh)):
         return None
     return Copies(config, mesh, [int(number) for number in files.split(",")])
 
@@ -74,10 +80,13 @@ class Copies:
     """
 
     def __init__(self, config: TaskConfig, mesh: ParallelMesh, files: Sequence[int]) -> None:
-        """Find the partners, and connect. `files`: descriptors of two own slots, and of two for the other rank."""
+        """Find the partners, and connect.
+
+        `files`: descriptors of two own slots, of two for the other rank, and of one for the gradients of a step.
+        """
         self._config, self._mesh = config, mesh
         slots = [Slot(number) for number in files]
-        self._own, self._kept = slots[:2], slots[2:]
+        self._own, self._kept, self._unfinished = slots[:2], slots[2:4], slots[4]
         mark, replaced = secrets.randbits(63), goes_on_without_nodes(os.environ, config.recovery)
         told = all_gather_json((host_name(), replaced, mark), mesh)
         hosts = [host for host, *_ in told]
@@ -90,7 +99,8 @@ class Copies:
         numbers = ParallelConfig(
             grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
         )
-        run = _digest(dump(replace(config, parallel=numbers)))
+        training = replace(config.training, **{name: getattr(type(config.training), name) for name in _OF_LAYOUT})
+        run = _digest(dump(replace(config, parallel=numbers, training=training)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
@@ -230,14 +240,13 @@ class Copies:
         """
         self._drop_all_but(self._continued)
         self._trainer, self._taken = trainer, trainer.iteration
-        parts = [region.part for region in self._regions(trainer)]
-        ranges = byte_ranges(parts)
-        blank = [tuple(0 for _ in range(0, part.size, BLOCK)) for part in parts]
-        text = describe(parts, blank, Manifest(*trainer.progress(), {}, {}))
-        size = (ranges[-1].stop if ranges else HEADER) + len(text) + _ROOM
+        described = Manifest(*trainer.progress(), {}, {})
+        size = size_of([region.part for region in self._regions(trainer)], described)
+        survivor = _survivor(trainer) if self._config.recovery.survivors_finish_step else None
+        unfinished = 0 if survivor is None else size_of(survivor.kept_parts(), described)
         sizes = all_gather_json(size, self._mesh)
         other = 0 if self._links is None else sizes[self._links.source]
-        if not self._has_room(2 * (size + other)):
+        if not self._has_room(2 * (size + other) + unfinished):
             return
         for slot in self._own:
             slot.allocate(size)
@@ -246,6 +255,10 @@ class Copies:
             slot.allocate(other)
         every = "" if self.interval is None else f", every {self.interval} step{'s' * (self.interval != 1)}"
         self.notes += (f"copies in memory: {size / 2**20:,.1f} MiB on rank 0, twice, {self._partner_text()}{every}",)
+        if survivor is not None:
+            self._unfinished.allocate(unfinished)
+            note = survivor.begin(self._unfinished, self._whose, self._continued, self)
+            self.notes += () if note is None else (note,)
         self._set_clock()
 
     def _partner_text(self) -> str:
@@ -270,10 +283,11 @@ class Copies:
         if full is None:
             return True
         name, _, size, limit = full
+        gradients = ", with the gradients of each rank" if self._config.recovery.survivors_finish_step else ""
         why = (
             f"host {name}: copies in memory need {size / _GIB:.2f} GiB, two of each rank and two of each that has its "
-            f"partner there, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control group, or what the "
-            "machine has): "
+            f"partner there{gradients}, and ranks may have {limit / _GIB:.2f} GiB (the limit of their control group, "
+            "or what the machine has): "
         )
         advice = "divide the state among more ranks by --data-parallel-sharding-strategy (ZeRO)"
         if self.interval is not None:
@@ -318,8 +332,19 @@ class Copies:
             self._take(trainer)
         return told
 
+    def taken(self) -> int:
+        """Return the step of the last copy of this start."""
+        return self._taken
+
+    def settle(self) -> None:
+        """Wait until this rank's last copy is whole. Its exchange may fail, as another rank has."""
+        if self._work is not None:
+            with suppress(Exception):
+                self._work.result(_SETTLING_SECONDS)
+
     def drop_after(self, step: int) -> None:
-        """Drop the copies of later steps, also one that is under way: what they hold may be wrong."""
+        """Drop the copies of later steps, also one that is under way, and kept gradients: they may be wrong."""
+        self._unfinished.discard()
         if self._work is not None:
             with suppress(Exception):  # whether it is whole or not, it goes
                 self._work.result()
@@ -388,6 +413,13 @@ class Copies:
                 return
         if self._links is not None:
             self._links.close()
+
+
+def _survivor(trainer: Trainer) -> SurvivorsTrainer:
+    from megalite.extras.recovery.survivors import SurvivorsTrainer
+
+    assert isinstance(trainer, SurvivorsTrainer)
+    return trainer
 
 
 def _digest(text: str) -> bytes:

@@ -16,6 +16,7 @@ from megalite.errors import EXIT_RESUMABLE, CommunicationError, MegaliteError
 from megalite.extras.recovery import board
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
+from megalite.extras.recovery.marks import Marks
 from megalite.extras.recovery.rank import close_all_but, end_with_parent, run_rank, take_streams
 from megalite.lifecycle.torchrun_record import VARIABLE as RECORD
 from megalite.process.launchers import MEMORY_FILES
@@ -32,6 +33,8 @@ class Launched:
     place: Place = field(default_factory=lambda: Place(0, 0, 1))
     trains: Place = field(default_factory=lambda: Place(0, 0, 1))
     """Place of the rank in training, which is another one on a spare node."""
+    flags: list[str] | None = None
+    """Flags in place of the launcher's, of another layout; None: the launcher's."""
     process: int = 0
     """Rank's process; 0 if none is running."""
     pipe: int = -1
@@ -39,6 +42,13 @@ class Launched:
     told: int | None = None
     """Exit code with which the rank has said that it ends on purpose."""
     ended: bool = False
+    marks: Marks = field(default_factory=lambda: Marks(-1))
+    """Marks by which the rank is asked to finish its step."""
+
+    @property
+    def is_computing(self) -> bool:
+        """Return whether the rank computes gradients that it could keep."""
+        return bool(self.process) and self.marks.descriptor >= 0 and self.marks.is_computing
 
 
 @dataclass(frozen=True)
@@ -69,13 +79,13 @@ def fork_rank(rank: Launched, number: int, files: Sequence[int], baseline: set[i
     hello = rank.hello
     generation = Generation(number, hello["began"], hello["stop"] and tuple(hello["stop"]), writing, process=0)
     environment = _variables(rank, number)
-    if files:
-        environment[MEMORY_FILES] = ",".join(map(str, files))
     kept = baseline | set(files) | {writing}
     parent = os.getpid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank has other handlers
     process = os.fork()
     if not process:
+        if files:
+            environment[MEMORY_FILES] = f"{os.getpid()} {','.join(map(str, files))}"
         _become_rank(rank, generation, environment, kept, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.close(writing)
@@ -138,7 +148,8 @@ def _become_rank(
         end_with_parent(parent)
         take_streams(rank.lines.descriptors)
         close_all_but(kept)
-        run_rank(rank.hello, generation, environment)
+        own = {} if rank.flags is None else {"argv": [rank.hello["argv"][0], *rank.flags]}
+        run_rank(rank.hello | own, generation, environment)
     finally:
         os._exit(EXIT_RESUMABLE)
 

@@ -49,6 +49,10 @@ class Generation:
         """Tell the agent that this rank ends on purpose, with an exit code: it has not failed."""
         self._tell(f"end {code}")
 
+    def tell_replicas(self, stride: int, replicas: int) -> None:
+        """Tell the agent that rank r is of replica r // stride % replicas, and can finish a step without others."""
+        self._tell(f"replicas {stride} {replicas}")
+
     def _tell(self, words: str) -> None:
         if os.getpid() != self.process:
             return

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.extras.recovery.lines import Ended, Lines, Message, is_own
@@ -37,6 +38,7 @@ from megalite.process.signals import STOP_SIGNALS
 
 _CONNECTING_SECONDS = 60.0
 _BETWEEN_TRIES = 0.05
+_REPLANNING_SECONDS = 120.0  # for the planner to choose another layout
 
 
 def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> int:
@@ -55,6 +57,8 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
     _open_streams()
     recovery = config.recovery
     _require(place, recovery.goes_on_without_nodes)
+    if recovery.elastic_replan:
+        _require_other_layouts(config.parallel)
     save = os.path.realpath(str(config.checkpoint.save))
     launcher = _launcher()
     hello = {
@@ -63,6 +67,7 @@ def run_warm(config: TaskConfig, place: Place, *, own_program: bool = False) -> 
         "copies": recovery.memory_checkpoint_interval != 0,
         "spare_nodes": recovery.spare_nodes,
         "replica_ranks": config.parallel.ranks_needed if recovery.elastic else 0,
+        "replanning_seconds": _REPLANNING_SECONDS if recovery.elastic_replan else 0.0,
         "meeting_seconds": 60.0 * config.parallel.distributed_timeout_minutes,
         "launcher": launcher,
         "began": began,
@@ -107,6 +112,18 @@ def _require(place: Place, goes_on_without_nodes: bool) -> None:
         raise ConfigurationError(
             f"--spare-nodes and --elastic: rank {place.rank} has the local rank {place.local_rank} of "
             f"{place.local_world_size}: start the ranks of each node one after the other (srun --distribution=block)"
+        )
+
+
+def _require_other_layouts(parallel: ParallelConfig) -> None:
+    """Raise ConfigurationError if the bits that are promised leave no layout of fewer ranks.
+
+    This is no part of `validate`: a run with fewer nodes may have come to such a layout.
+    """
+    if parallel.bitwise_elastic and parallel.pipeline_model_parallel_size == 1:
+        raise ConfigurationError(
+            "--elastic-replan with --bitwise-elastic changes --pipeline-model-parallel-size alone, which is 1: no "
+            "layout of fewer ranks has the same bits. Drop one of the two flags"
         )
 
 

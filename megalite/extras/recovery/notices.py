@@ -12,12 +12,16 @@ from megalite.extras.recovery.lines import Message
 
 
 class Notices:
-    """Connection of an agent to the process that calls the store."""
+    """Connection of an agent to the process that calls the store.
+
+    Attributes:
+        generation: number of the generation whose notices are written, 0 before the first one.
+    """
 
     def __init__(self, first: Launched, baseline: set[int]) -> None:
         """Fork the process. `first`: the node's lowest rank; `baseline`: open files that processes inherit."""
         self._caller = fork_board(first, baseline)
-        self._lines = self._caller.lines
+        self._lines, self.generation = self._caller.lines, 0
 
     def fileno(self) -> int:
         """Return the file descriptor, for a selector."""
@@ -30,21 +34,23 @@ class Notices:
         """
         return list(map(_notice, self._lines.receive()))
 
-    def watch(self, generation: int, kind: str) -> None:
-        """Look for notices of a kind from now on."""
-        self._lines.send({"watch": f"{generation}/{kind}"})
+    def begin(self) -> None:
+        """Begin the next generation, and look no more for notices of the one before."""
+        self._lines.send({"forget": f"{self.generation}/"})
+        self.generation += 1
 
-    def forget(self, generation: int) -> None:
-        """Look no more for notices of a generation."""
-        self._lines.send({"forget": f"{generation}/"})
+    def watch(self, *kinds: str) -> None:
+        """Look for notices of these kinds from now on."""
+        for kind in kinds:
+            self._lines.send({"watch": f"{self.generation}/{kind}"})
 
-    def first(self, generation: int, kind: str, value: Message) -> None:
+    def first(self, kind: str, value: Message) -> None:
         """Write a notice, of which the first one counts."""
-        self._lines.send({"first": f"{generation}/{kind}", "value": value})
+        self._lines.send({"first": f"{self.generation}/{kind}", "value": value})
 
-    def add(self, generation: int, kind: str, value: Any) -> None:
+    def add(self, kind: str, value: Any) -> None:
         """Add a notice to those of a kind."""
-        self._lines.send({"add": f"{generation}/{kind}", "value": value})
+        self._lines.send({"add": f"{self.generation}/{kind}", "value": value})
 
     def close(self) -> None:
         """End the process."""

@@ -23,11 +23,14 @@ from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.errors import CorruptCheckpointError, MegaliteError
+from megalite.extras.recovery.marks import PAGE
 
 FOLDER = Path("/proc/self/fd")
 """Folder in which the files of a process without names have names: their descriptors."""
-HEADER = 4096
+HEADER = PAGE
 """Size in bytes of the header, with the room behind it up to the next page."""
+_ROOM = 1 << 16
+"""Bytes by which a manifest may grow, since the numbers of its training state do."""
 _FIELDS = struct.Struct("<8s16s16sQQQQQQI")
 _MAGIC, _ALIGNMENT, _FILE = b"megacopy", 64, "copy"
 
@@ -179,6 +182,13 @@ def describe(parts: Sequence[TensorBox], checksums: Sequence[shard_file.Checksum
     sums = {(_FILE, where.start): each for (_, where), each in zip(placed[_FILE], checksums, strict=True)}
     files, tensors = shard_file.records(placed, sums)
     return replace(described, files=files, tensors=tensors).to_json().encode()
+
+
+def size_of(parts: Sequence[TensorBox], described: Manifest) -> int:
+    """Return the bytes that a slot needs for these parts and their manifest. `described`: as for `describe`."""
+    ranges = byte_ranges(parts)
+    blank = [tuple(0 for _ in range(0, part.size, manifest.BLOCK)) for part in parts]
+    return (ranges[-1].stop if ranges else HEADER) + len(describe(parts, blank, described)) + _ROOM
 
 
 def checksums_of(values: Tensor) -> shard_file.Checksums:

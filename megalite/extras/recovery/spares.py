@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megalite.extras.recovery.forks import Launched, fork_caller
 from megalite.extras.recovery.lines import Lines, Message
@@ -26,6 +26,9 @@ from megalite.process.host import is_suspended
 from megalite.process.place import ranks_text
 from megalite.run.corruption import SICK_NODES
 from megalite.small_files import parse_json, read_small_file
+
+if TYPE_CHECKING:
+    from megalite.extras.recovery.replanning import Replanning
 
 _BETWEEN_BEATS = 1.0  # seconds
 _SILENT_BEATS = 5
@@ -93,19 +96,26 @@ class Seats:
         return changed
 
     @property
+    def present(self) -> int:
+        """Return the number of nodes that are there."""
+        return sum(node not in self.absent for node in self._all)
+
+    @property
     def room(self) -> int:
         """Return how many seats the nodes that are there can take, of an elastic run; others have what they have."""
         if not self._multiple:
             return len(self.nodes)
-        there = sum(node not in self.absent for node in self._all)
-        return min(self._most, there // self._multiple * self._multiple)
+        return min(self._most, self.present // self._multiple * self._multiple)
 
-    def resize(self) -> bool:
+    def resize(self, room: int | None = None) -> bool:
         """Have fewer or more seats, as the nodes that are there can take. Returns whether their number has changed.
 
         Nodes that have a seat keep one before others, and sick nodes get one last.
+
+        Args:
+            room: number of seats; None: as `room` says.
         """
-        room = self.room
+        room = self.room if room is None else room
         if not room or room == len(self.nodes):
             return False
         there = [node for node in self._all if node not in self.absent]
@@ -120,6 +130,8 @@ class Spares:
     Attributes:
         node: number of this agent's node.
         seats: which node has which seat.
+        replanning: chooses layouts for nodes that are too few for one replica; None: the run ends then.
+        flags: the flags of the run with such a layout; None: with its own.
     """
 
     def __init__(self, first: Launched, baseline: set[int]) -> None:
@@ -131,6 +143,8 @@ class Spares:
         self._needed = math.lcm(first.hello["replica_ranks"], self._node_ranks)
         """Ranks of whole nodes that hold whole replicas, of an elastic run; 0 for others."""
         self.seats = Seats(nodes, first.hello["spare_nodes"], self._needed // self._node_ranks)
+        self.replanning: Replanning | None = None
+        self.flags: list[str] | None = None
         self._losses = [0] * nodes
         self._hosts: dict[int, str] = {}
         self._directory = Path(first.hello["save"])
@@ -150,6 +164,8 @@ class Spares:
     def close(self) -> None:
         """Stop telling that this node is alive."""
         self._caller.close()
+        if self.replanning is not None:
+            self.replanning.close()
 
     @property
     def world_size(self) -> int:
@@ -180,6 +196,10 @@ class Spares:
         self.seats.absent.add(node)
         return self._name(node)
 
+    def ranks_on(self, node: int) -> list[int]:
+        """Return the ranks that train on a node; none on one that waits."""
+        return list(self._ranks_of(self.seats.nodes.index(node))) if node in self.seats.nodes else []
+
     def growth(self, node: int) -> str:
         """Return a text on a node with which more ranks can train; "" if they cannot, or it comes and goes."""
         if self._losses[node] > _RETURNS or self.seats.room <= len(self.seats.nodes):
@@ -193,11 +213,7 @@ class Spares:
         """
         named = sick_nodes(self._directory)
         self.seats.sick.update(node for node, host in self._hosts.items() if host in named)
-        before, told = self.world_size, []
-        if self.seats.resize():
-            told.append(
-                f"{self.world_size} ranks instead of {before}, on {', '.join(map(self._host, self.seats.nodes))}"
-            )
+        told = self._resize()
         for seat, node, sick in self.seats.fill():
             why = (
                 f"which {SICK_NODES} names"
@@ -209,6 +225,34 @@ class Spares:
                 f"({ranks_text(self._ranks_of(seat))}), {why if sick else 'which is lost'}"
             )
         return "; ".join(told)
+
+    def _resize(self) -> list[str]:
+        """Have as many seats, and the layout, for which the nodes that are there are enough. Returns what is new."""
+        plan, before, flags = self._plan or {}, self.world_size, self.flags
+        if "error" in plan:
+            return []
+        self.flags = plan.get("flags")
+        resized, told = self.seats.resize(plan.get("nodes")), []
+        if resized:
+            hosts = ", ".join(map(self._host, self.seats.nodes))
+            told.append(f"{self.world_size} ranks instead of {before}, on {hosts}")
+        if self.flags != flags:
+            told.append(plan.get("text", "the layout is that of the flags again"))
+        return told
+
+    @property
+    def _plan(self) -> Message | None:
+        """Return the layout for the nodes that are there, or why there is none; None if they hold a whole replica."""
+        if self.replanning is None or self.seats.room:
+            return None
+        return self.replanning.plans.get(self.seats.present)
+
+    def awaits_plan(self) -> bool:
+        """Tell whether a layout for the nodes that are there has still to be chosen, and have it chosen."""
+        if self.replanning is None or self.seats.room or self._plan is not None:
+            return False
+        self.replanning.begin(self.seats.present)
+        return True
 
     def missing(self) -> str:
         """Return a text on the seats that nobody can take; "" if there is none."""
@@ -227,9 +271,10 @@ class Spares:
         needed = self._needed
         left = len(self._hosts.keys() - self.seats.absent) * self._node_ranks
         nodes = (needed - left) // self._node_ranks
+        other = f"; another layout: {plan['error']}" if (plan := self._plan) else ""
         return (
             f"{lost}, and one replica of the model needs {needed} ranks: of {left} ranks that are left, "
-            f"{needed - left} are missing ({nodes} node{'s' * (nodes != 1)})"
+            f"{needed - left} are missing ({nodes} node{'s' * (nodes != 1)}){other}"
         )
 
     def waiting(self) -> str:
@@ -241,13 +286,19 @@ class Spares:
         came = {rank // self._node_ranks for rank in ranks}
         return 0 in came and len(came) >= len(self.seats.nodes)
 
-    def take_seats(self, ranks: Iterable[Launched], nodes: list[int]) -> bool:
-        """Give the ranks of this node the numbers of its seat. `nodes`: by seat. Returns False if it has none."""
+    def take_seats(self, ranks: Iterable[Launched], nodes: list[int], flags: list[str] | None) -> bool:
+        """Give the ranks of this node the numbers of its seat, and their flags. Returns False if it has none.
+
+        Args:
+            nodes: the node of each seat.
+            flags: those of another layout; None: the ranks have their own.
+        """
         self.seats.nodes = nodes
         if self.node not in nodes:
             return False
         first = nodes.index(self.node) * self._node_ranks
         for rank in ranks:
+            rank.flags = flags
             rank.trains = replace(rank.place, rank=first + rank.place.local_rank, world_size=self.world_size)
         return True
 

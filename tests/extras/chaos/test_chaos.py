@@ -198,13 +198,28 @@ def test_drawn_faults_can_occur() -> None:
 
 
 def test_every_site_and_rank_has_a_trial() -> None:
-    trials = every_site(("kill", "stop"), ("step", "save", "loading"), OBSERVED, seed=0)
+    trials = every_site(("kill", "stop"), ("step", "save", "loading"), ("loading",), OBSERVED, seed=0)
     places = [(fault.kind, fault.site, fault.rank) for (fault,) in trials]
     assert sorted(places) == sorted(
         (kind, site, rank)  # type: ignore[misc]
         for kind in ("kill", "stop")
         for site, rank in (("step", 0), ("save", 0), ("step", 1))
     )
+
+
+def test_several_sites_share_a_trial_in_which_the_run_gets_on() -> None:
+    """One after the other, at most one of two while it starts, and those of a step two steps after the restart."""
+    calls = {"start": 1, "loading": 1, "forward": 24, "save": 4}
+    observed = Observed({0: calls, 1: calls}, 10.0, steps=12)
+    trials = every_site(("kill",), tuple(calls), ("start", "loading"), observed, seed=0, faults=2)
+    assert sorted((fault.site, fault.rank) for trial in trials for fault in trial) == sorted(
+        (site, rank) for site in calls for rank in (0, 1)
+    )
+    for first, second in trials:
+        assert (first.after, second.after) == (None, 0)
+        assert first.site in ("start", "loading")
+        assert second.site in ("forward", "save")
+        assert second.occurrence in ((5, 6) if second.site == "forward" else (1,))
 
 
 def test_a_schedule_is_read_as_it_was_written(tmp_path: Path) -> None:

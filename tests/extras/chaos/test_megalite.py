@@ -87,6 +87,10 @@ def test_a_rank_that_is_suspended_while_it_starts_again_is_replaced(undisturbed:
     assert trial.codes == [0]
 
 
+OF_FOUR = words("--tp 2 --train-iters 24 --watchdog-min-seconds 10")
+"""Flags for four ranks: enough steps for several faults, and a short limit, as most of a trial is waiting for it."""
+
+
 def under_torchrun(ranks: int) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*torchrun, "pretrain_gpt.py", *FLAGS]
@@ -104,22 +108,24 @@ def disturb(output: Path, flags: Sequence[object], command: Sequence[str]) -> di
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "exception"])
 def test_every_site_and_rank(kind: str, tmp_path: Path) -> None:
-    disturb(tmp_path / "out", ("--every-site", "--kinds", kind), under_torchrun(4))
+    disturb(tmp_path / "out", ("--every-site", "--kinds", kind), [*under_torchrun(4), *OF_FOUR])
 
 
 @pytest.mark.slow
 def test_every_site_and_rank_with_copies_in_memory(tmp_path: Path) -> None:
-    found = disturb(tmp_path / "out", ("--every-site", "--kinds", "kill"), [*command(4), *WARM])
-    disturbed = {fault["site"] for (fault,) in json.loads((tmp_path / "out" / "schedule.json").read_text())}
-    assert disturbed >= {"copy.load", "copy.take", "copy.commit", "copy.done"}
+    flags = ("--every-site", "--faults", 5, "--kinds", "kill", "--timeout", 180)
+    found = disturb(tmp_path / "out", flags, [*command(4), *OF_FOUR, *WARM])
+    faults = [fault for verdict in found["verdicts"] for fault in verdict["faults"]]
+    assert {fault["site"] for fault in faults} >= {"copy.load", "copy.take", "copy.commit", "copy.done"}
+    assert all(fault["occurred"] for fault in faults)
     # The copy of a step is complete within the next step or, where that one is faster, the one after it.
-    assert all(verdict["repeated"] <= 3 for verdict in found["verdicts"])
+    assert all(verdict["repeated"] <= 3 * len(verdict["faults"]) for verdict in found["verdicts"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True], ids=["torchrun", "warm"])
 def test_two_hundred_random_trials(warm: bool, tmp_path: Path) -> None:
     kinds = ("kill", "stop", "bit-in-file", "slow-rank", "slow-disk", "lying-fsync")
-    ran = [*command(4), *WARM] if warm else under_torchrun(2)
-    found = disturb(tmp_path / "out", ("--trials", 200, "--faults", 2, "--kinds", *kinds), ran)
+    ran = [*command(4), *OF_FOUR, *WARM] if warm else under_torchrun(2)
+    found = disturb(tmp_path / "out", ("--trials", 200, "--faults", 2, "--timeout", 180, "--kinds", *kinds), ran)
     assert found["trials"] == 200

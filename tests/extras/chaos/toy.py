@@ -77,7 +77,10 @@ def cut(run: Path, step: int) -> None:
     """Leave out the records of steps that come again."""
     path = run / "metrics.jsonl"
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if line.strip("\0\n") and json.loads(line)["iteration"] <= step))
+    kept = "".join(line for line in lines if line.strip("\0\n") and json.loads(line)["iteration"] <= step)
+    temporary = run / "metrics.tmp"  # the other rank may fail, and end this one
+    temporary.write_text(kept)
+    os.replace(temporary, path)
 
 
 def train(run: Path, rank: int, lie: str, *, sends: bool) -> None:

@@ -34,7 +34,7 @@ class Memory:
 
     @staticmethod
     def of(ranks: int) -> Memory:
-        return Memory(tuple(tuple(os.memfd_create(f"slot {n}") for n in range(4)) for _ in range(ranks)), os.getpid())
+        return Memory(tuple(tuple(os.memfd_create(f"slot {n}") for n in range(5)) for _ in range(ranks)), os.getpid())
 
     def close(self) -> None:
         for number in (number for numbers in self.files for number in numbers):
@@ -90,7 +90,7 @@ def born(
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = hosts[rank]
     files = memory.opened(rank)
-    os.environ[MEMORY_FILES] = ",".join(map(str, files))
+    os.environ[MEMORY_FILES] = f"{os.getpid()} {','.join(map(str, files))}"
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = restarts
     try:
         flags = f"{base} --save {folder} --resume auto --warm-restart {flags}"

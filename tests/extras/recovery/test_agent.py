@@ -8,14 +8,18 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megalite.extras.recovery import agent as agent_module
+from megalite.extras.recovery import ranks as ranks_module
 from megalite.extras.recovery.agent import Agent
+from megalite.extras.recovery.decision import Decision
+from megalite.extras.recovery.forks import Launched
 from megalite.extras.recovery.generation import Generation
 from megalite.extras.recovery.lines import Ended, Lines, Message
+from megalite.extras.recovery.ranks import Ranks, last_word
 from megalite.process.place import Place
 
 
@@ -27,13 +31,15 @@ class Board:
         self._ours, self._theirs = socket.socketpair()
         self.lines = Lines(self._theirs)
         self.came: list[Message] = []
+        self.generation = 0
 
     def fileno(self) -> int:
         return self._ours.fileno()
 
     def receive(self) -> list[Message]:
         self._ours.setblocking(False)
-        self._ours.recv(100)
+        if not self._ours.recv(100):
+            raise Ended
         came, self.came = self.came, []
         return came
 
@@ -42,17 +48,21 @@ class Board:
         self.came += messages
         self._theirs.send(b".")
 
-    def watch(self, generation: int, kind: str) -> None:
+    def end(self) -> None:
+        """Have the process that calls the store end."""
+        self._theirs.close()
+
+    def begin(self) -> None:
+        self.generation += 1
+
+    def watch(self, *kinds: str) -> None:
         """Look for nothing."""
 
-    def forget(self, generation: int) -> None:
-        """Forget nothing."""
+    def first(self, kind: str, value: Message) -> None:
+        self.written.append((f"{self.generation}/{kind}", value))
 
-    def first(self, generation: int, kind: str, value: Message) -> None:
-        self.written.append((f"{generation}/{kind}", value))
-
-    def add(self, generation: int, kind: str, value: Any) -> None:
-        self.written.append((f"{generation}/{kind}", value))
+    def add(self, kind: str, value: Any) -> None:
+        self.written.append((f"{self.generation}/{kind}", value))
 
     def close(self) -> None:
         self._ours.close()
@@ -68,10 +78,10 @@ class Node:
         listener.bind(self._name)
         listener.listen()
         self.agent, self.board = Agent(listener, os.getpid(), set()), Board()
-        self._listener, self._opened = listener, []
+        self._listener, self._opened = listener, list[Lines]()
         monkeypatch.setattr(agent_module, "Notices", lambda *_: self.board)
         self.forked: list[int] = []
-        monkeypatch.setattr(Agent, "_fork", lambda _, rank: self.forked.append(rank.place.rank))
+        monkeypatch.setattr(Ranks, "fork", lambda ranks, _: self.forked.extend(ranks.by_number))
 
     def connect(self) -> Lines:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -92,6 +102,7 @@ class Node:
             "copies": False,
             "spare_nodes": 0,
             "replica_ranks": 0,
+            "replanning_seconds": 0.0,
             "meeting_seconds": 30.0,
             "environment": environment,
         }
@@ -101,15 +112,16 @@ class Node:
 
     def turn(self) -> None:
         """Have the agent handle what has happened."""
-        for key, _ in self.agent._selector.select(1.0):
-            if key.fd in self.agent._selector.get_map():
-                key.data()
+        self.agent._events.turn(1.0)
 
-    def time_out(self) -> None:
-        """Have the agent do what it would when it has waited long enough."""
-        assert self.agent._deadline is not None
-        (_, action), self.agent._deadline = self.agent._deadline, None
-        action()
+    def time_out(self, name: str) -> None:
+        """Have the agent do what it would when it has waited long enough for something."""
+        self.agent._events.expire(name)
+
+    @property
+    def decision(self) -> Decision:
+        assert self.agent._decision is not None
+        return self.agent._decision
 
     def close(self) -> None:
         for lines in self._opened:
@@ -140,7 +152,7 @@ def meeting(node: Node, **options: Any) -> Lines:
 
 
 def began(node: Node) -> None:
-    node.board.hear({"generation": node.agent._generation, "kind": "roster", "value": {"begin": True}})
+    node.board.hear({"generation": node.board.generation, "kind": "roster", "value": {"begin": True}})
     node.turn()
     assert node.agent._state == "running"
 
@@ -159,8 +171,8 @@ def began(node: Node) -> None:
 )
 def test_generations_without_progress_end_the_run(steps: list[int | None], expected: str | None, node: Node) -> None:
     meeting(node)
-    node.agent._history = list(zip(range(1, 6), steps, "abcdef", strict=False))
-    decided = node.agent._decide()
+    node.decision.history = list(zip(range(1, 6), steps, "abcdef", strict=False))
+    decided = node.decision._decide()
     if expected is None:
         assert decided == {"begin": True}
     else:
@@ -173,14 +185,14 @@ def test_a_generation_that_never_began_has_no_step(node: Node) -> None:
     began(node)
     node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "rank 0 died"}})
     node.turn()
-    assert node.agent._history == [(1, None, "rank 0 died")]
+    assert node.decision.history == [(1, None, "rank 0 died")]
 
 
 def test_a_process_of_the_next_attempt_waits_while_ranks_of_the_last_one_end(node: Node) -> None:
     """torchrun has killed the launcher's processes, and the agent still ends the ranks."""
     lines = meeting(node)
     began(node)
-    node.agent._ranks[0].process = 2**22 + 1  # none has this number
+    node.agent._ranks.by_number[0].process = 2**22 + 1  # none has this number
     lines.close()
     node.turn()
     with pytest.raises(Ended):
@@ -193,7 +205,7 @@ def test_a_store_that_hangs_does_not_keep_the_agent_from_ending(node: Node) -> N
     began(node)
     node.agent._state = "ending"
     node.agent._end_generation()
-    node.time_out()
+    node.time_out("verdict")
     assert end_of(lines)["end"] == 85
 
 
@@ -225,6 +237,49 @@ def test_a_stop_between_the_decision_and_the_start_is_told_to_other_nodes(node: 
     assert node.forked == []
 
 
+def test_a_stop_signal_ends_ranks_that_finish_their_step(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other generation will use what they compute, and a job that is preempted has little time."""
+    killed: list[int] = []
+    monkeypatch.setattr(Ranks, "kill", lambda _, rank: killed.append(rank.place.rank))
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    lines = meeting(node)
+    began(node)
+    node.agent._ranks.by_number[0].process = os.getpid()
+    node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "rank 1 died", "grace": 0.0, "ranks": [1]}})
+    node.turn()
+    assert (node.agent._state, killed) == ("ending", [])
+    lines.send({"signal": int(signal.SIGTERM)})
+    node.turn()
+    assert killed == [0]
+    node.agent._ranks.by_number[0].process = 0
+
+
+def test_an_agent_that_leaves_keeps_its_exit_code_when_the_store_ends(node: Node) -> None:
+    """The store may end with rank 0's agent, which leaves once it knows that the others do."""
+    lines = node.join(1, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    node.board.hear({"generation": 1, "kind": "over", "value": {"end": 93}})
+    node.turn()
+    assert node.agent._state == "leaving"
+    node.board.end()
+    node.turn()
+    assert end_of(lines) == {"end": 93, "error": None, "record": None}
+
+
+def test_a_late_word_revives_no_node_that_has_given_itself_up(node: Node) -> None:
+    node.join(1, world=2)
+    node.board.hear({"ready": True})
+    node.turn()
+    began(node)
+    node.agent._give_node_up({"end": 85, "error": "its launcher has ended"})
+    node.time_out("leave")
+    node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "its launcher has ended", "lost": True}})
+    node.turn()
+    assert node.agent._state == "left"
+
+
 def test_a_defect_of_the_agent_is_told(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = meeting(node)
 
@@ -238,6 +293,12 @@ def test_a_defect_of_the_agent_is_told(node: Node, monkeypatch: pytest.MonkeyPat
     assert told["end"] == 70
     assert "please report this\nTraceback" in told["error"]
     assert "ZeroDivisionError: planted" in told["error"]
+
+
+@pytest.mark.parametrize(("code", "node"), [(85, None), (1, 3), (-9, 3)])
+def test_a_rank_that_ends_because_of_another_does_not_make_its_node_sick(code: int, node: int | None) -> None:
+    rank = Launched(lines=cast(Lines, None))
+    assert last_word(rank, code, stopped=False, node=3)["node"] == node
 
 
 def test_only_the_process_of_a_rank_speaks_in_its_name() -> None:
@@ -264,17 +325,17 @@ def test_a_rank_that_does_not_end_when_another_has_finished_is_ended(
     node.board.hear({"ready": True})
     node.turn()
     began(node)
-    first, second = node.agent._ranks.values()
+    first, second = node.agent._ranks.all
     first.told, second.process = 0, 2**22 + 1  # none has this number
     killed: list[int] = []
-    monkeypatch.setattr(Agent, "_kill", lambda self, rank: killed.append(rank.process))
+    monkeypatch.setattr(Ranks, "kill", lambda _, rank: killed.append(rank.process))
     suspended = set[int]()
-    monkeypatch.setattr(agent_module, "is_suspended", suspended.__contains__)
+    monkeypatch.setattr(ranks_module, "is_suspended", suspended.__contains__)
     node.agent._judge(first, 0)
-    node.time_out()
+    node.time_out("suspended")
     assert killed == []  # it may be busy, as rank 0 of a program of one's own that exports
     suspended.add(second.process)
-    node.time_out()
+    node.time_out("suspended")
     assert killed == [second.process]
     second.process = 0
 
@@ -284,30 +345,30 @@ def test_a_node_that_is_lost_is_no_lack_of_progress(node: Node) -> None:
     began(node)
     node.board.hear({"generation": 1, "kind": "over", "value": {"failed": "n1 is gone", "grace": 0.0, "lost": True}})
     node.turn()
-    assert node.agent._history == []
-    assert node.agent._generation == 2
+    assert node.decision.history == []
+    assert node.board.generation == 2
 
 
 def test_a_node_whose_ranks_have_finished_waits_for_others(node: Node) -> None:
     """Ranks of another node may export for longer than a meeting may take."""
     lines = meeting(node, world=2)
     began(node)
-    node.agent._ranks[0].told = 0
-    node.agent._judge(node.agent._ranks[0], 0)
+    node.agent._ranks.by_number[0].told = 0
+    node.agent._judge(node.agent._ranks.by_number[0], 0)
     node.agent._end_generation()
-    assert node.agent._deadline is None
+    assert not node.agent._events._timers
     assert lines.fileno() >= 0
 
 
 def test_ranks_with_new_numbers_get_the_memory_of_their_node() -> None:
-    agent = object.__new__(Agent)
+    ranks = object.__new__(Ranks)
     files = {rank: [os.memfd_create("a"), os.memfd_create("b")] for rank in (4, 5, 6)}
-    agent._memory = dict(files)
-    agent._keep_memory({6, 0, 1})
-    assert agent._memory == {6: files[6], 0: files[4], 1: files[5]}
-    agent._keep_memory({0})
-    assert agent._memory == {0: files[4]}
+    ranks._memory = dict(files)
+    ranks.keep_memory({6, 0, 1})
+    assert ranks._memory == {6: files[6], 0: files[4], 1: files[5]}
+    ranks.keep_memory({0})
+    assert ranks._memory == {0: files[4]}
     for number in (*files[5], *files[6]):
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(number)
-    agent._keep_memory(set())
+    ranks.keep_memory(set())

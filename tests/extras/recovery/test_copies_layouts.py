@@ -34,6 +34,7 @@ RUNS = {
     "stages and heads to shards": (4, "--pp 2 --tp 2", 3, f"{ZERO}_params", "--num-layers 4 --global-batch-size 6"),
     "shards to context": (2, ZERO, 4, "--cp 2 --use-distributed-optimizer", ""),
     "experts to stages": (4, "--ep 4", 2, "--pp 2", "--num-experts 4 --num-layers 4"),
+    "recomputation": (4, "--tp 2 --pp 2", 2, "--pp 2 --recompute-activations", "--num-layers 4"),
     "bits": (4, "--pp 2", 3, ZERO, f"--num-layers 4 --global-batch-size 6 {BITWISE}"),
 }  # fmt: skip
 CORE = ("replicas", "heads to replicas", "stages and heads to shards", "experts to stages", "bits")

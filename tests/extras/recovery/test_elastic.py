@@ -12,6 +12,7 @@ from megalite.data.sampler import equal_deal
 from megalite.extras.recovery import spares as spares_module
 from megalite.extras.recovery.forks import Launched
 from megalite.extras.recovery.lines import Lines
+from megalite.extras.recovery.replanning import Replanning
 from megalite.extras.recovery.spares import Seats
 from megalite.process.place import Place
 from megalite.training.unequal_shares import EvenShares
@@ -34,11 +35,18 @@ def steps(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def spares_of(folder: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, replica_ranks: int) -> spares_module.Spares:
+def spares_of(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    replica_ranks: int,
+    replanning: Replanning | None = None,
+) -> spares_module.Spares:
     monkeypatch.setattr(spares_module, "fork_caller", lambda *_: (None, 0))
     hello = {"spare_nodes": 0, "replica_ranks": replica_ranks, "save": str(folder)}
     first = Launched(lines=cast(Lines, None), hello=hello, place=Place(0, 0, 2 * nodes, 2))
     spares = spares_module.Spares(first, set())
+    spares.replanning = replanning
     for node in range(nodes):
         spares.mark_present([2 * node, 2 * node + 1], f"n{node}")
     return spares
@@ -124,6 +132,7 @@ def test_micro_batches_are_dealt_as_equally_as_can_be(ranks: int, micro_batches:
     ("flags", "expected"),
     [
         (SAVED.replace("--warm-restart ", ""), "--elastic needs --warm-restart"),
+        (SAVED.replace("--elastic", "--elastic-replan"), "--elastic-replan needs --elastic"),
         (SAVED.replace(" --global-batch-size 8", ""), "--elastic needs --global-batch-size: its default would change"),
         (f"{SAVED} --data-parallel-shares 3:1", "--elastic divides micro-batches itself"),
         (f"{SAVED} --gradient-compression bf16", "--elastic needs data parallelism that sums all gradients"),

@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, iterations
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, iterations, losses, words
 from tests.extras.recovery.processes import Tree, agents_at, children_of, kill, no_orphans, until
 from tests.harness.fork_server import loopback_interface
-from tests.harness.job import free_port
+from tests.harness.job import Job, free_port
 
 
 class Torchrun:
     """torchrun of one node, with two ranks, whose output goes into a file."""
 
-    def __init__(self, output: Path, options: Sequence[str], save: Path, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self, output: Path, options: Sequence[str], save: Path, more: Sequence[str] = (), *, node: str = ""
+    ) -> None:
+        """Start it. `node`: name of the node that its ranks shall be on; "": all are on this machine."""
         self._output = output
         flags = [*MOCK, *GPT2, "--micro-batch-size", "1", "--train-iters", "100000", "--save", str(save)]
         flags += ["--save-interval", "1", "--save-retain-interval", "1000", "--resume", "auto", "--warm-restart", *more]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options, str(PRETRAIN)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface() or ""}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        if node:
+            environment["SLURMD_NODENAME"] = node
         with output.open("wb") as file:
             self.process = subprocess.Popen([*command, *flags], stdout=file, stderr=file, env=environment)
 
     def said(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def wait_for(self, text: str) -> None:
-        until(lambda: text in self.said() or self.process.poll() is not None, f"no {text!r}:\n{self.said()}")
+    def wait_for(self, text: str, seconds: float = 60.0) -> None:
+        until(lambda: text in self.said() or self.process.poll() is not None, f"no {text!r}:\n{self.said()}", seconds)
         assert text in self.said()
+
+    def lose(self) -> None:
+        """Kill all of the node, as a loss of power does."""
+        (tree,) = of_launchers([self])
+        for process in (self.process.pid, *tree, *children_of(self.process.pid)):
+            kill(process)
 
 
 @contextmanager
@@ -113,9 +125,8 @@ def test_a_spare_node_of_torchrun_takes_the_place_of_a_lost_one(tmp_path: Path) 
     options = [[*meeting, "--node-rank", str(node)] for node in range(3)]
     with torchruns(tmp_path, options, ["--spare-nodes", "1"]) as nodes:
         nodes[0].wait_for(f"saved {tmp_path / 'run'}/iter_0000002")
-        trees, launched = of_launchers(nodes), children_of(nodes[1].process.pid)
-        for process in (nodes[1].process.pid, *trees[1], *launched):
-            kill(process)
+        trees = of_launchers(nodes)
+        nodes[1].lose()
         nodes[0].wait_for("takes the place of ")
         (tmp_path / "run" / "STOP").touch()
         nodes[0].wait_for("stopped after step")
@@ -124,3 +135,62 @@ def test_a_spare_node_of_torchrun_takes_the_place_of_a_lost_one(tmp_path: Path) 
             no_orphans(tree)
     steps = iterations(tmp_path / "run")
     assert steps == list(range(1, steps[-1] + 1))
+
+
+ELASTIC = words("--nnodes 2:3 --max-restarts 3 --rdzv-backend c10d --rdzv-id run --local-addr 127.0.0.1")
+WAITS = ("--rdzv-conf", "last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3")
+SAME_BITS = words("--global-batch-size 12 --eval-iters 0 --lr-decay-style constant --deterministic-mode")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("spare", [False, True], ids=["elastic", "spare"])
+def test_a_lost_node_is_not_waited_for_and_torchrun_starts_a_new_one(spare: bool, tmp_path: Path) -> None:
+    """torchrun does not notice the loss. For the new node it stops all ranks, and starts them again.
+
+    The run has the bits of one on two ranks.
+    """
+    flags = (*SAME_BITS, "--bitwise-elastic", "--save-interval", "1000", "--memory-checkpoint-interval", "1")
+    more = (*flags, "--elastic", *(("--spare-nodes", "1") if spare else ()))
+    options = [*ELASTIC, *WAITS, "--rdzv-endpoint", f"127.0.0.1:{(port := free_port())}"]
+    run = tmp_path / "run"
+    with ExitStack() as stack:
+
+        def start(name: str) -> Torchrun:
+            node = Torchrun(tmp_path / name, options, run, more, node=name)
+            stack.callback(node.process.wait)
+            stack.callback(node.process.kill)
+            return node
+
+        def steps() -> int:
+            path = run / "metrics.jsonl"
+            return path.read_bytes().count(b"\n") if path.exists() else 0
+
+        first = start("n0")
+        until(lambda: _listens(port), "no store of torchrun")  # it must live
+        second, third = start("n1"), start("n2")
+        until(lambda: steps() >= 6, "no step", 400.0)
+        second.lose()
+        shrunk = "n2 takes the place of n1 (ranks 2, 3)" if spare else "4 ranks instead of 6, on n0, n2"
+        first.wait_for(shrunk, 120.0)
+        reached = steps()
+        until(lambda: steps() >= reached + 4, "no step", 120.0)
+        fourth = start("n3")
+        text, starts = ("on TP 1 x DP 4\n", 3) if spare else ("on TP 1 x DP 6\n", 2)
+        until(lambda: first.said().rpartition("restored: ")[0].count(text) >= starts, "no attempt", 240.0)
+        reached = steps()
+        until(lambda: steps() >= reached + 4, "no step", 120.0)
+        for node in (first, third, fourth):
+            node.process.send_signal(signal.SIGTERM)
+        for node in (first, third, fourth):
+            node.process.wait(120)
+    assert iterations(run) == list(range(1, steps() + 1))
+    whole = [*MOCK, *GPT2, "--micro-batch-size", 1, "--train-iters", 100000, *flags[:-2], "--exit-interval", steps()]
+    with Job([PRETRAIN, *whole, "--save", tmp_path / "whole"], 2, tmp_path / "job") as job:
+        assert job.wait() == [85] * 2, job.stderr(0)
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False

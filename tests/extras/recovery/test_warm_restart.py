@@ -22,8 +22,8 @@ from tests.harness.job import Job, free_port
 WARM = ("--warm-restart",)
 
 
-def everything(job: Job) -> str:
-    return "\n".join([job.stdout(0), *map(job.stderr, range(RANKS))])
+def everything(job: Job, ranks: int = RANKS) -> str:
+    return "\n".join([job.stdout(0), *map(job.stderr, range(ranks))])
 
 
 def restarts(job: Job) -> list[str]:
@@ -215,6 +215,38 @@ def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "STOP").touch()
     assert job.wait(30.0) == [85, 85], job.stderr(0)
+
+
+_SUSPENDED_IN_THE_MEETING = """
+import os, pathlib, signal
+from megalite.commands.pretrain import main
+from megalite.lifecycle import rendezvous
+from megalite.lifecycle.failure import run_main
+
+wait_for_all_ranks, once = rendezvous.wait_for_all_ranks, pathlib.Path(__file__).with_name("once")
+
+def come(mailbox, place, seconds, watch):
+    if place.rank == 1 and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for_all_ranks(mailbox, place, 4.0 if os.environ["MEGALITE_GENERATION"] == "1" else 30.0, watch)
+
+if __name__ == "__main__":
+    rendezvous.wait_for_all_ranks = come
+    run_main(main)
+"""
+
+
+@pytest.mark.wide
+def test_a_rank_that_is_suspended_before_it_meets_the_others_is_replaced(tmp_path: Path) -> None:
+    """Rank 2 has met rank 0, and ends because of it, but not on purpose."""
+    entry = tmp_path / "entry.py"
+    entry.write_text(_SUSPENDED_IN_THE_MEETING)
+    flags = [*MOCK, *GPT2, "--micro-batch-size", 1, "--global-batch-size", 3, "--train-iters", 3, "--warm-restart"]
+    with Job([entry, *flags, "--save", tmp_path / "run", "--resume", "auto"], 3, tmp_path / "job") as job:
+        assert job.wait(90.0) == [0] * 3, everything(job, 3)
+        (said,) = restarts(job)
+    assert re.match(r"generation 2: rank [02] on \S+ ended with exit code 85; went on after step 0, ", said), said
 
 
 @pytest.mark.wide

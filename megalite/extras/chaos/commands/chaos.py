@@ -41,9 +41,9 @@ class Options:
     trials: PositiveInt = 1
     """Number of disturbed runs with drawn faults."""
     faults: PositiveInt = 1
-    """Number of faults drawn for each of them."""
+    """Number of faults drawn for each of them; with --every-site, the most of a run, one after the other."""
     every_site: bool = False
-    """A run for each of --kinds at each site and rank, with one fault each, in place of drawn ones."""
+    """Each of --kinds at each site and rank, in as many runs as --faults leaves, in place of drawn ones."""
     schedule: str | None = None
     """File with the faults of each run (a schedule.json that an earlier call has left), in place of drawn ones."""
     kinds: tuple[str, ...] = ("kill",)
@@ -112,7 +112,7 @@ def disturb(
     observed = undisturbed.observed
     wanted = tuple(options.sites or sites.sites)
     trials = given or (
-        every_site(options.kinds, wanted, observed, options.seed)
+        every_site(options.kinds, wanted, sites.recovery, observed, options.seed, options.faults)
         if options.every_site
         else draw(options.seed, options.trials, options.faults, options.kinds, wanted, sites.recovery, observed)
     )
