@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -109,13 +109,23 @@ class Picture:
             self.write(words, x + 6, y + 11)
             x += 24 + DIGIT * len(words)
 
-    def axes(self, across: Axis, up: Axis, marks: Sequence[Iterable[float]], words: tuple[str, str]) -> None:
-        """Draw two axes, with marks across and up, and the words for both: below the one, and above the other."""
-        self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY)
+    def axes(
+        self,
+        across: Axis,
+        up: Axis,
+        marks: Sequence[Iterable[float]],
+        words: tuple[str, str],
+        text: Callable[[float], str] = "{:g}".format,
+    ) -> None:
+        """Draw two axes, with marks across and up, and the words for both: below the one, and above the other.
+
+        `text` returns the words of a mark.
+        """
+        self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY, class_="axis")
         for value in marks[0]:
-            self.write(f"{value:g}", across(value), up.start + 16, "middle", GREY)
+            self.write(text(value), across(value), up.start + 16, "middle", GREY)
         for value in marks[1]:
-            self.write(f"{value:g}", across.start - 6, up(value) + 4, "end", GREY)
+            self.write(text(value), across.start - 6, up(value) + 4, "end", GREY)
         self.write(words[0], (across.start + across.end) / 2, up.start + 36, "middle", GREY)
         self.write(words[1], across.start - 30, up.end - 12, colour=GREY)
 

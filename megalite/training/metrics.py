@@ -338,11 +338,11 @@ class Published:
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
     """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
     try:
-        lines = _opened(path) if isinstance(path, Path) else StringIO(path.read_bytes().decode(errors="replace"))
+        lines = open_lines(path)
     except (OSError, ValueError):
         return False
     with lines:
-        records = (record for _, record in _records(lines, "iteration") if record is not None)
+        records = (record for _, record in read_records(lines, "iteration") if record is not None)
         return any("test_loss" in record and record["iteration"] == iteration for record in records)
 
 
@@ -379,8 +379,8 @@ def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = 
     damaged = 0
     if path.exists():
         aside = path.with_name(path.name + ".tmp")
-        with _opened(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
-            for line, record in _records(lines, step):
+        with open_lines(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
+            for line, record in read_records(lines, step):
                 if record is None:
                     damaged += 1
                 elif is_kept(record):
@@ -391,12 +391,14 @@ def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = 
     return damaged
 
 
-def _opened(path: Path) -> TextIO:
-    """Open the file. Raises OSError, and ValueError if it is not a regular file."""
+def open_lines(path: AnyPath) -> TextIO:
+    """Open a file of records. Raises OSError, and ValueError if it is not a regular file."""
+    if isinstance(path, ObjectPath):
+        return StringIO(path.read_bytes().decode(errors="replace"))
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
-def _records(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
+def read_records(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
     """Yield each line with its record, or None if it is damaged. One that is too long is several damaged lines."""
     for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
         try:
