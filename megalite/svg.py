@@ -115,17 +115,17 @@ class Picture:
         up: Axis,
         marks: Sequence[Iterable[float]],
         words: tuple[str, str],
-        text: Callable[[float], str] = "{:g}".format,
+        texts: tuple[Callable[[float], str], Callable[[float], str]] = ("{:g}".format, "{:g}".format),
     ) -> None:
         """Draw two axes, with marks across and up, and the words for both: below the one, and above the other.
 
-        `text` returns the words of a mark.
+        `texts` return the words of a mark across and up.
         """
         self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY, class_="axis")
         for value in marks[0]:
-            self.write(text(value), across(value), up.start + 16, "middle", GREY)
+            self.write(texts[0](value), across(value), up.start + 16, "middle", GREY)
         for value in marks[1]:
-            self.write(text(value), across.start - 6, up(value) + 4, "end", GREY)
+            self.write(texts[1](value), across.start - 6, up(value) + 4, "end", GREY)
         self.write(words[0], (across.start + across.end) / 2, up.start + 36, "middle", GREY)
         self.write(words[1], across.start - 30, up.end - 12, colour=GREY)
 

@@ -83,8 +83,8 @@ def parse_tool_arguments(
             )
         is_one = get_origin(kinds[positional]) is not tuple
         if (is_one and len(free) > 1) or not all(word.strip() for word in free):
-            wanted = "is one word" if is_one else "are words"
-            raise ConfigurationError(f"{positional.upper()} {wanted}, got {shown(' '.join(free))}")
+            what = "is one word" if is_one else "are words"
+            raise ConfigurationError(f"{positional.upper()} {what}, got {shown(' '.join(free))}")
         found[positional] = field_value(positional, kinds[positional], free)
     needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]
     if needed:

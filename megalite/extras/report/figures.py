@@ -21,8 +21,6 @@ MARKS = {
     SAVED: "a checkpoint was saved",
 }
 """Kinds of marks on the curves, and what they say."""
-ONE_STEP = 3.0
-"""A pause between two lines is longer than a step only beyond this multiple of the usual one."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ def marks(run: Recorded) -> list[Mark]:
     found += [
         Mark(step, NOT_FINITE, "loss not finite") for step, loss in run.steps.pairs(run.loss) if not math.isfinite(loss)
     ]
-    found += [Mark(step, SAVED, f"saved, {value:.3g} s") for step, value in run.steps.pairs("save_s") if value > 0]
+    found += [Mark(step - 1, SAVED, f"saved in {value:.3g} s") for step, value in run.steps.pairs("save_time_s")]
+    found += [Mark(step, RESTARTED, "started again") for step, _ in run.steps.pairs("start_time_s")][1:]
     found += [Mark(each["step"], DECIDED, _decision(each)) for each in run.decisions]
     return sorted(found, key=lambda mark: mark.step)
 
@@ -176,7 +175,9 @@ def findings(run: Recorded) -> list[str]:
         found.append(f"The loss was not finite in {counted(len(not_finite), 'step')}: {ranges(not_finite)}.")
     skipped = [mark.step for mark in events if mark.kind == SKIPPED]
     if skipped:
-        found.append(f"{counted(len(skipped), 'step')} skipped, with gradients that were not finite: {ranges(skipped)}.")
+        found.append(
+            f"{counted(len(skipped), 'step')} skipped, with gradients that were not finite: {ranges(skipped)}."
+        )
     found += _rising(run)
     found += _slowest(run)
     found += _pauses(run)
@@ -219,7 +220,12 @@ def _pauses(run: Recorded) -> Iterator[str]:
     """Say how much of the time lies outside of steps."""
     whole, inside = seconds(run), total(run.steps.values("iteration_time_s"))
     if whole is not None and whole > 60 and 0 <= inside < 0.8 * whole:
-        yield f"Steps took {inside / whole:.0%} of the time; saves, evaluations, restarts and pauses took the rest."
+        yield f"Steps took {share_text(inside / whole)} of the time; saves, evaluations and restarts took the rest."
+
+
+def share_text(share: float) -> str:
+    """Return a share as text: "12 %", "less than 1 %"."""
+    return "less than 1 %" if 0 < share < 0.01 else f"{100 * share:.0f} %"
 
 
 def counted(number: int, what: str) -> str:
@@ -250,3 +256,15 @@ def thinned(values: array[float], most: int) -> list[int]:
         chosen |= {start + piece.index(min(piece)), start + piece.index(max(piece))}
     chosen |= {place for place in (0, size - 1) if math.isfinite(values[place])}
     return sorted(chosen)
+
+
+def means(values: array[float], parts: int) -> list[tuple[int, float]]:
+    """Return the mean of the finite values of each of some equal parts, with the number of the part.
+
+    There are no more parts than values.
+    """
+    size = len(values)
+    parts = min(parts, size)
+    pieces = [values[part * size // parts : (part + 1) * size // parts] for part in range(parts)]
+    finite = [[value for value in piece if math.isfinite(value)] for piece in pieces]
+    return [(part, sum(each) / len(each)) for part, each in enumerate(finite) if each]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from megalite.extras.report.charts import COLOURS, DASHES, UNITS, Chart, charts, look, picture, short
+from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
 from megalite.extras.report.figures import MARKS, counted, facts, findings, marks
+from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
 from megalite.process.output import printable
 from megalite.svg import page as html_page
@@ -19,41 +21,19 @@ MOST_EVENTS = 200
 
 
 def _style() -> str:
-    lines = "".join(f".c{at}{{stroke:var(--c{at})}}.f{at}{{fill:var(--c{at})}}" for at in range(len(COLOURS)))
+    """Return the style of the page: page.css, the colours of lines, and what each position of the switch shows."""
     light = "".join(f"--c{at}:{colour};" for at, colour in enumerate(COLOURS))
     dark = "".join(f"--c{at}:{colour};" for at, colour in enumerate(_DARK))
-    switches = "".join(f"#over-{unit}:checked~main .{unit}{{display:block}}" for unit in UNITS)
-    chosen = ",".join(f"#over-{unit}:checked~.switch label[for=over-{unit}]" for unit in UNITS)
-    focus = ",".join(f"#over-{unit}:focus-visible~.switch label[for=over-{unit}]" for unit in UNITS)
-    return f"""
-:root{{--ink:#1d2125;--grey:#555d66;--paper:#fff;--box:#f3f5f7;--edge:#d5dade;--bad:#a3261d;{light}}}
-@media (prefers-color-scheme:dark){{:root{{--ink:#e6e8ea;--grey:#a9b2bb;--paper:#16191d;--box:#22272d;--edge:#3a4046;
---bad:#ff8a80;{dark}}}}}
-*{{box-sizing:border-box}}
-body{{font:16px/1.45 system-ui,'Segoe UI','DejaVu Sans',sans-serif;color:var(--ink);background:var(--paper);margin:0 auto;
-max-width:1480px;padding:12px 14px 40px;overflow-wrap:anywhere}}
-h1{{font-size:1.35em;margin:.2em 0}}h2{{font-size:1.1em;margin:1.6em 0 .5em}}p{{margin:.4em 0;max-width:60em}}
-.grey{{color:var(--grey)}}.bad{{color:var(--bad)}}
-.facts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(148px,1fr));gap:8px;margin:12px 0;padding:0}}
-.facts div{{background:var(--box);border-radius:8px;padding:8px 10px}}
-.facts dt{{font-size:.8em;color:var(--grey)}}.facts dd{{margin:0;font-size:1.15em;font-weight:600}}
-.findings{{padding-left:1.2em;margin:.6em 0}}
-.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:14px}}
-figure{{margin:0;border:1px solid var(--edge);border-radius:8px;padding:6px}}
-figure svg{{width:100%;height:auto;display:block}}
-.legend{{font-size:.8em;color:var(--grey);display:flex;flex-wrap:wrap;gap:2px 12px;padding:0 4px}}
-.legend svg{{width:22px;height:8px;display:inline-block;vertical-align:middle;margin-right:4px}}
-.paper{{fill:none}}.ink{{fill:var(--ink)}}.axis{{stroke:var(--grey)}}{lines}
-.m-skipped,.m-not-finite{{stroke:var(--bad)}}.strip:hover rect{{fill:var(--ink);fill-opacity:.08}}
-input.over{{position:absolute;opacity:0}}
-.switch{{position:sticky;top:0;background:var(--paper);padding:8px 0;z-index:1}}
-.switch label{{display:inline-block;padding:4px 12px;border:1px solid var(--edge);border-radius:14px;margin-right:6px}}
-{chosen}{{background:var(--ink);color:var(--paper)}}{focus}{{outline:2px solid var(--c0)}}
-.steps,.tokens,.samples,.hours{{display:none}}{switches}
-table{{border-collapse:collapse;font-size:.9em}}th,td{{text-align:left;padding:3px 10px 3px 0;vertical-align:top;
-border-bottom:1px solid var(--edge);min-width:5em}}.scroll{{overflow-x:auto}}
-summary{{cursor:pointer;padding:6px 0}}
-"""
+    rules = [f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"]
+    rules += [f".c{at}{{stroke:var(--c{at})}}.f{at}{{fill:var(--c{at})}}" for at in range(len(COLOURS))]
+    for unit in UNITS:
+        label = f".switch label[for=over-{unit}]"
+        rules.append(
+            f"#over-{unit}:checked~main .{unit}{{display:block}}"
+            f"#over-{unit}:checked~{label}{{background:var(--ink);color:var(--paper)}}"
+            f"#over-{unit}:focus-visible~{label}{{outline:2px solid var(--c0)}}"
+        )
+    return (Path(__file__).parent / "page.css").read_text() + "".join(rules)
 
 
 def document(runs: Sequence[Recorded]) -> dict[str, Any]:
@@ -143,7 +123,11 @@ def _header(runs: Sequence[Recorded], now: float) -> str:
 def _of_one(run: Recorded, now: float) -> str:
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(run))
     written = facts(run)["last_written"]
-    ago = "" if not isinstance(written, float) else f" The last line is of {_when(written)}, {_ago(now - written)} before."
+    ago = (
+        ""
+        if not isinstance(written, float)
+        else f" The last line is of {_when(written)}, {_ago(now - written)} before."
+    )
     return f"<p class='grey'>{_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
 
 
@@ -219,7 +203,7 @@ def _ago(seconds: float) -> str:
 
 
 def _is_constant(chart: Chart) -> bool:
-    return "loss" not in chart.base.split("_") and all(min(line.values) == max(line.values) for line in chart.lines)
+    return not is_loss(chart.base) and all(min(line.values) == max(line.values) for line in chart.lines)
 
 
 def _figure(chart: Chart) -> str:
@@ -243,7 +227,9 @@ def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
         for chart in same
         for line in chart.lines
     ]
-    return f"<details><summary>{counted(len(rows), 'figure')} that did not change</summary>{_table([], rows)}</details>" if rows else ""
+    if not rows:
+        return ""
+    return f"<details><summary>{counted(len(rows), 'figure')} that did not change</summary>{_table([], rows)}</details>"
 
 
 def _events(runs: Sequence[Recorded]) -> str:
@@ -290,12 +276,3 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th scope='col'>{_text(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{_text(cell[:2000])}</td>" for cell in each) + "</tr>" for each in rows)
     return f"<div class='scroll' tabindex='0'><table>{f'<tr>{head}</tr>' if head else ''}{body}</table></div>"
-
-
-def loss_picture(run: Recorded, width: float = 900.0) -> str | None:
-    """Return the chart of the loss over steps as an SVG file; None if there is no finite loss."""
-    chart = next((each for each in charts([run]) if each.base == run.loss), None)
-    if chart is None or not chart.lines:
-        return None
-    return picture(chart, "steps").replace("<svg ", f'<svg style="width:{width:g}px;height:auto" ', 1)
-

@@ -1,0 +1,61 @@
+"""Page and pictures of a run, written into its directory when it ends."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+from megalite.errors import MegaliteError
+from megalite.extras.report.charts import Chart, charts
+from megalite.extras.report.page import page
+from megalite.extras.report.pictures import COLOURS, picture
+from megalite.extras.report.recorded import read_run
+from megalite.storage import AnyPath, write_atomically
+
+INSTALL = "pip install 'megalite[report]'"
+
+
+def report_at_end(directory: AnyPath) -> str:
+    """Write report.html, loss.svg and loss.png into a run directory. Returns a line about it; it raises nothing.
+
+    What fails here must not end a run that has trained.
+    """
+    try:
+        return _write(directory)
+    except (OSError, ValueError, ArithmeticError, MegaliteError) as error:
+        return f"WARNING: the report could not be written ({error}). megalite-report {directory} writes it"
+
+
+def _write(directory: AnyPath) -> str:
+    run = read_run(str(directory))
+    place = directory / "report.html"
+    write_atomically(place, page([run]).encode())
+    chart = next((each for each in charts([run]) if each.base == run.loss and each.lines), None)
+    if chart is None:
+        return f"the report is {place}"
+    write_atomically(directory / "loss.svg", picture(chart, "steps").encode())
+    png = loss_png(chart)
+    if png is None:
+        return f"the report is {place}, with loss.svg; loss.png needs matplotlib: {INSTALL}"
+    write_atomically(directory / "loss.png", png)
+    return f"the report is {place}, with loss.svg and loss.png"
+
+
+def loss_png(chart: Chart) -> bytes | None:
+    """Return the chart over steps as a PNG; None without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # an extra, and slow to import
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for line, colour in zip(chart.lines, COLOURS, strict=False):
+        axes.plot(line.places["steps"], line.values, color=colour, alpha=0.4 if line.trend else 1.0, label=line.words)
+        if line.trend:
+            axes.plot(line.trend_places["steps"], line.trend, color=colour, linewidth=2)
+    axes.set(title=chart.title, xlabel="steps")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    data = BytesIO()
+    FigureCanvasAgg(figure).print_png(data)
+    return data.getvalue()
