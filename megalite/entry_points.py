@@ -20,6 +20,7 @@ _ENTRY_POINTS = {
     "run_program_warm": "megalite.extras.recovery.launched:run_program_warm",
     "generation": "megalite.extras.recovery.generation:generation",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
+    "report_at_end": "megalite.extras.report.at_end:report_at_end",
     "replan": "megalite.extras.planner.replan:replan",
 }
 

@@ -195,6 +195,7 @@ class Run:
                 display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
             if code == EXIT_FINISHED:
                 self.finish(display, self.last)
+            self.report(display)
         return code
 
     def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
@@ -216,6 +217,17 @@ class Run:
             if self.mesh.rank == 0:
                 write_atomically(self.directory / "DONE", f"{last}\n".encode())
             display.message(f"everything is in {self.directory}")
+
+    def report(self, display: Display) -> None:
+        """Write the report of a run that has trained, finished or stopped, into its directory. Rank 0 writes."""
+        metrics = metrics_path(self.config, self.directory)
+        if (
+            self.config.logging.report
+            and self.mesh.rank == 0
+            and self.directory is not None
+            and self.trainer is not None
+        ):
+            display.message(entry_point("report_at_end")(self.directory, metrics))
 
     def begin(self, display: Display) -> None:
         """Show how the run begins, once, and record that it is not finished. Called by all ranks together."""

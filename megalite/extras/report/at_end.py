@@ -14,19 +14,19 @@ from megalite.storage import AnyPath, write_atomically
 INSTALL = "pip install 'megalite[report]'"
 
 
-def report_at_end(directory: AnyPath) -> str:
-    """Write report.html, loss.svg and loss.png into a run directory. Returns a line about it; it raises nothing.
+def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:
+    """Write report.html, loss.svg and loss.png into a run directory. Returns a line about it.
 
-    What fails here must not end a run that has trained.
+    A failure is told in this line: it must not end a run that has trained. `metrics`: as for `read_run`.
     """
     try:
-        return _write(directory)
+        return _write(directory, metrics)
     except (OSError, ValueError, ArithmeticError, MegaliteError) as error:
         return f"WARNING: the report could not be written ({error}). megalite-report {directory} writes it"
 
 
-def _write(directory: AnyPath) -> str:
-    run = read_run(str(directory))
+def _write(directory: AnyPath, metrics: AnyPath | None) -> str:
+    run = read_run(str(directory), metrics)
     place = directory / "report.html"
     write_atomically(place, page([run]).encode())
     chart = next((each for each in charts([run]) if each.base == run.loss and each.lines), None)

@@ -15,6 +15,7 @@ from megalite.extras.report.figures import (
     thinned,
 )
 from megalite.extras.report.recorded import Recorded, Table
+from megalite.process.output import printable
 
 MOST_POINTS = 640
 """Points of all lines of a chart and a table together, of which a line gets its share."""
@@ -42,7 +43,7 @@ TITLES = {
     "max_expert_load": "Load of the busiest expert, by layer",
     "min_expert_load": "Load of the idlest expert, by layer",
 }
-"""Titles of charts by what their figures begin with, in the order of the page. Other losses are second, the rest last."""
+"""Titles of charts by what their figures begin with, in the order of the page: other losses second, the rest last."""
 HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped"}
 """Figures that are places or marks of a chart, no lines."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
@@ -106,11 +107,11 @@ def _base(key: str, run: Recorded) -> str:
     return base
 
 
-def _order(base: str) -> tuple[int, str]:
-    known = list(TITLES)
-    if base not in TITLES:
-        return (0 if base == "loss" else known.index("learning_rate") if is_loss(base) else len(known)), base
-    return known.index(base), base
+def _order(base: str) -> tuple[float, str]:
+    """Return the place of a chart in the page: a loss, other losses, what has a title, and the rest."""
+    if base in TITLES:
+        return float(list(TITLES).index(base)), base
+    return 0.0 if base == "loss" else 0.5 if is_loss(base) else float(len(TITLES)), base
 
 
 def _chart(
@@ -124,7 +125,7 @@ def _chart(
     is_map = len(runs) == 1 and (base in HEAT_MAPS or len(keys) > MOST_LINES)
     most = max(8, MOST_POINTS // len(members))
     lines = tuple(_line(number, table, key, base, runs, units, 0 if is_map else most) for number, table, key in members)
-    title = TITLES.get(base) or base.replace("_", " ").replace("/", ": ").capitalize()
+    title = TITLES.get(base) or printable(base.replace("_", " ").replace("/", ": ").capitalize())
     return Chart(base, title, tuple(line for line in lines if line.values), is_map, events, units)
 
 
@@ -136,6 +137,7 @@ def _line(
     words = key if "/" not in key or not key.startswith(base) else key.split("/", 1)[1].replace("_", " ")
     if len(runs) > 1:
         words = f"{run.name}: {words}"
+    words = printable(words)
     parts = means(column.values, PARTS)
     trend = tuple(mean for _, mean in parts)
     size = len(column.values)

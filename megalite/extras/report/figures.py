@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.extras.report.recorded import Recorded
+from megalite.process.output import printable
 
 RECENT = 0.02
 """Share of the steps, the last ones, over which the loss now is a mean."""
@@ -136,7 +137,7 @@ def marks(run: Recorded) -> list[Mark]:
 
 
 def _decision(line: Mapping[str, object]) -> str:
-    return ": ".join(str(line[key])[:300] for key in ("kind", "why") if line.get(key))
+    return printable(": ".join(str(line[key])[:300] for key in ("kind", "why") if line.get(key)))
 
 
 def ranges(steps: Sequence[int]) -> str:
@@ -175,9 +176,7 @@ def findings(run: Recorded) -> list[str]:
         found.append(f"The loss was not finite in {counted(len(not_finite), 'step')}: {ranges(not_finite)}.")
     skipped = [mark.step for mark in events if mark.kind == SKIPPED]
     if skipped:
-        found.append(
-            f"{counted(len(skipped), 'step')} skipped, with gradients that were not finite: {ranges(skipped)}."
-        )
+        found.append(f"{counted(len(skipped), 'step')} skipped, as gradients were not finite: {ranges(skipped)}.")
     found += _rising(run)
     found += _slowest(run)
     found += _pauses(run)
@@ -205,8 +204,8 @@ def _slowest(run: Recorded) -> Iterator[str]:
     beyond = statistics.median(work) / time if time else 0.0
     if share >= 0.6 and beyond > 1.1:
         yield (
-            f"Rank {rank:.0f} was the slowest in {share:.0%} of the measurements, with {beyond - 1:.0%} more work than "
-            "the median rank."
+            f"Rank {rank:.0f} was the slowest in {share_text(share)} of the measurements, with "
+            f"{share_text(beyond - 1)} more work than the median rank."
         )
 
 

@@ -24,6 +24,8 @@ MOST_LINES = 4_000_000
 """Lines of a file that are read."""
 MOST_KEYS = 2000
 """Figures of a run that are read: a name beyond them is left out, and said."""
+LARGEST = 1e100
+"""Numbers beyond it count as infinite: sums of others are finite."""
 KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps"}
 """Kind of a line by a key that only its kind has."""
 
@@ -67,8 +69,7 @@ class Table:
         self.steps.append(step)
         columns = self.columns
         for key, value in record.items():
-            kind = type(value)
-            if kind is not float:
+            if type(value) is not float or not -LARGEST < value < LARGEST:
                 number = None if key == "iteration" else _number(value)
                 if number is None:
                     continue
@@ -131,8 +132,12 @@ class Recorded:
     problems: tuple[str, ...]
 
 
-def read_run(place: str) -> Recorded:
+def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     """Read a run directory, or a metrics file alone. What is damaged or missing is told, and the rest is read.
+
+    Args:
+        place: the path or URL of either.
+        metrics: the metrics file of a directory; None: metrics.jsonl in it.
 
     Raises:
         ConfigurationError: there is no such directory or file.
@@ -144,7 +149,7 @@ def read_run(place: str) -> Recorded:
     directory = given.parent if alone else given
     tables = {"steps": Table(), "validation": Table(), "test": Table()}
     problems: list[str] = []
-    metrics = given if alone else given / "metrics.jsonl"
+    metrics = given if alone else metrics or given / "metrics.jsonl"
     loss = _read_metrics(metrics, tables, problems)
     return Recorded(
         name=(given if isinstance(given, Path) else Path(given.name)).absolute().name or place,
@@ -228,10 +233,7 @@ def _is_there(path: AnyPath) -> bool:
 def _number(value: object) -> float | None:
     """Return a number of a record, which may be a truth value or one of the texts for what is not finite."""
     if isinstance(value, bool | int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf if value > 0 else -math.inf
+        return float(value) if not abs(value) > LARGEST else math.inf if value > 0 else -math.inf
     if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
     return None

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,9 @@ class Arguments:
     """Print every number of the page as JSON instead."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Read the runs, and write their page or print its numbers."""
-    arguments = parse_tool_arguments(Arguments, __doc__ or "", argv)
+    arguments = parse_tool_arguments(Arguments, __doc__ or "")
     if len(arguments.runs) > MOST_RUNS:
         raise ConfigurationError(f"{len(arguments.runs)} runs: at most {MOST_RUNS} can be told apart in one page")
     output = _output(arguments)
@@ -79,6 +79,4 @@ def strict(value: Any) -> Any:
     return [strict(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def command() -> None:
-    """Run the command."""
-    run_tool(main)
+command = partial(run_tool, main)
