@@ -26,6 +26,7 @@ def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:
 
 
 def _write(directory: AnyPath, metrics: AnyPath | None) -> str:
+    """Write the files, of which each is whole or not there, and return a line about them."""
     run = read_run(str(directory), metrics)
     place = directory / "report.html"
     write_atomically(place, page([run]).encode())

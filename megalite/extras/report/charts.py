@@ -26,7 +26,7 @@ MOST_LINES = 8
 MOST_MARKS = 60
 """Marks of a kind in a chart."""
 UNITS = {"steps": "iteration", "tokens": "consumed_tokens", "samples": "consumed_samples", "hours": "wall_time"}
-"""What curves may run over, and the figure that it comes from."""
+"""Units that curves may run over, each with the figure that it comes from."""
 TITLES = {
     "lm_loss": "Loss (nats per token)",
     "learning_rate": "Learning rate",
@@ -121,6 +121,7 @@ def _chart(
     units: tuple[str, ...],
     events: tuple[tuple[int, Mark], ...],
 ) -> Chart:
+    """Return the chart of some figures. `events`: marks, each with the number of its run."""
     keys = {key for _, _, key in members}
     is_map = len(runs) == 1 and (base in HEAT_MAPS or len(keys) > MOST_LINES)
     most = max(8, MOST_POINTS // len(members))

@@ -233,6 +233,7 @@ def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
 
 
 def _events(runs: Sequence[Recorded]) -> str:
+    """Return the list of what happened, and what the marks on the curves mean."""
     rows = [
         [*([run.name] if len(runs) > 1 else []), f"{mark.step:,}", mark.words] for run in runs for mark in marks(run)
     ]

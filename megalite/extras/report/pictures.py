@@ -16,7 +16,7 @@ COLOURS = ("#1f5fae", "#c2570c", "#2f7d4f", "#8a4ca6", "#b3352c", "#0e7c86", "#8
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 MARK_COLOURS = {SKIPPED: "#b3352c", NOT_FINITE: "#b3352c", RESTARTED: "#1f5fae", DECIDED: "#c2570c", SAVED: "#5f6770"}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360.0, 230.0, 54.0, 20.0, 30.0, 46.0
-"""Of a chart, in pixels: as wide as a phone."""
+"""Sizes of a chart in pixels: as wide as a phone."""
 LOGARITHMIC_FROM = 300.0
 """Ratio of the greatest to the least value of a chart from which its axis is logarithmic."""
 
@@ -49,11 +49,12 @@ def picture(chart: Chart, unit: str) -> str:
 
 
 def _curves(chart: Chart, unit: str) -> str:
+    """Draw lines with their trends, and marks below them."""
     drawn = [
         (line, [(x, y) for x, y in zip(line.places[unit], line.values, strict=True) if math.isfinite(x)])
         for line in chart.lines
     ]
-    across, up = _axes(chart, [points for _, points in drawn], unit)
+    across, up = _axes(chart, [points for _, points in drawn])
     svg = Picture(f"{chart.title} over {unit}", WIDTH, HEIGHT, _summary(chart))
     svg.headline(chart.title, 4, 16)
     svg.axes(across, up, (across.marks(), up.marks()), (unit, ""), (mark_text(across.marks()), mark_text(up.marks())))
@@ -88,7 +89,8 @@ def _curves(chart: Chart, unit: str) -> str:
     return str(svg)
 
 
-def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]], unit: str) -> tuple[Axis, Axis]:
+def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple[Axis, Axis]:
+    """Return the axes of lines. A loss is shown from what it is after the first steps; it may begin above."""
     points = [point for each in drawn for point in each]
     xs = [x for x, _ in points]
     low, high = min(xs, default=0.0), max(xs, default=1.0)
