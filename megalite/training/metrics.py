@@ -342,7 +342,7 @@ def has_test_loss(path: AnyPath, iteration: int) -> bool:
     except (OSError, ValueError):
         return False
     with lines:
-        records = (record for _, record in read_records(lines, "iteration") if record is not None)
+        records = (record for _, record in parsed_lines(lines, "iteration") if record is not None)
         return any("test_loss" in record and record["iteration"] == iteration for record in records)
 
 
@@ -380,7 +380,7 @@ def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = 
     if path.exists():
         aside = path.with_name(path.name + ".tmp")
         with open_lines(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
-            for line, record in read_records(lines, step):
+            for line, record in parsed_lines(lines, step):
                 if record is None:
                     damaged += 1
                 elif is_kept(record):
@@ -398,7 +398,7 @@ def open_lines(path: AnyPath) -> TextIO:
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
-def read_records(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
+def parsed_lines(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
     """Yield each line with its record, or None if it is damaged. One that is too long is several damaged lines."""
     for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
         try:

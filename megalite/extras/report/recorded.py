@@ -18,7 +18,7 @@ from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import read_small_file, reason
 from megalite.storage import AnyPath, open_directory
-from megalite.training.metrics import open_lines, read_records
+from megalite.training.metrics import open_lines, parsed_lines
 
 MOST_LINES = 4_000_000
 """Lines of a file that are read."""
@@ -168,7 +168,7 @@ def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str
     damaged, loss = 0, ""
     try:
         with open_lines(path) as lines:
-            for _, record in islice(read_records(lines, "iteration"), MOST_LINES):
+            for _, record in islice(parsed_lines(lines, "iteration"), MOST_LINES):
                 kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
                 if record is None or kind is None:
                     damaged += 1
@@ -201,7 +201,7 @@ def _loss_of(record: Mapping[str, Any]) -> str:
 def _read_decisions(path: AnyPath, problems: list[str]) -> Iterator[Mapping[str, Any]]:
     try:
         with open_lines(path) as lines:
-            found = [record for _, record in islice(read_records(lines, "step"), MOST_LINES) if record is not None]
+            found = [record for _, record in islice(parsed_lines(lines, "step"), MOST_LINES) if record is not None]
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
