@@ -85,7 +85,7 @@ class Run:
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
         self.mesh = mesh = locate(config.parallel, place)
-        self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
+        self.sections = sections = Sections(mesh.waits.by_axis, profile_range=profile_range)
         if config.profiling.record_memory_history:
             record_memory_history(config.profiling, place.rank)
         with ExitStack() as stack:

@@ -103,8 +103,10 @@ ON_REQUEST = {
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
     "kept_micro_batches",
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
+    *("wait_s", "communication_share", "scaling_efficiency"),
+    *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),
 }
-"""Figures that flags add to the record of a step."""
+"""Figures that flags add to the record of a step, and those that only some records have."""
 
 
 def is_figure(name: str) -> bool:

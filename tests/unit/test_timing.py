@@ -6,7 +6,7 @@ import pytest
 
 from megalite.parallel.mesh import ParallelMesh
 from megalite.run.timing import Timing, gather_timing
-from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, WAITING, Sections
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, WAITING, Sections, waiting_on
 
 FAST, SLOW = [0.001, 0.010, 0.002, 0.025], [0.001, 0.030, 0.002, 0.004]
 
@@ -29,19 +29,20 @@ def test_one_rank_is_slower_than_none() -> None:
 
 
 def test_what_is_waited_for_others_is_no_time_of_a_section() -> None:
-    now = waited = 0.0
+    now, waits = 0.0, {"dp": 0.0}
 
     def pass_time(work: float, wait: float) -> None:
-        nonlocal now, waited
-        now, waited = now + work + wait, waited + wait
+        nonlocal now
+        now, waits["dp"] = now + work + wait, waits["dp"] + wait
 
-    sections = Sections(lambda: waited, lambda: now)
+    sections = Sections(waits, lambda: now)
     for _ in range(2):
         with sections(STEP):
             with sections(DATA):
                 pass_time(0.5, 0.0)
             with sections(FORWARD_BACKWARD):
                 pass_time(2.0, 1.0)
-    assert sections.take() == {STEP: 5.0, DATA: 1.0, FORWARD_BACKWARD: 4.0, WAITING: 2.0}
+    own = {STEP: 5.0, DATA: 1.0, FORWARD_BACKWARD: 4.0}
+    assert sections.take() == own | {WAITING: 2.0, waiting_on("dp"): 2.0}
     assert sections.take() == {}
     assert sections.longest == {STEP: 3.5, DATA: 0.5, FORWARD_BACKWARD: 3.0}
