@@ -82,7 +82,8 @@ class Startup:
     def finish(self, iteration: int) -> float:
         """Stop watching. From now on the training loop handles STOP, including one created since the last look.
 
-        `iteration`: the step after which the run goes on. Returns the seconds that the start has taken; 0 if it was over.
+        `iteration`: the step after which the run goes on. Returns the seconds that the start has taken, or 0 if it was
+        over before.
         """
         seconds = 0.0 if self._over.is_set() else time.monotonic() - self.began
         self._over.set()

@@ -339,13 +339,18 @@ class Published:
 
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
     """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
-    try:
-        lines = _opened(path) if isinstance(path, Path) else StringIO(path.read_bytes().decode(errors="replace"))
-    except (OSError, ValueError):
-        return False
-    with lines:
-        records = (record for _, record in _records(lines, "iteration") if record is not None)
-        return any("test_loss" in record and record["iteration"] == iteration for record in records)
+    with suppress(OSError, ValueError):
+        return any("test_loss" in record and record["iteration"] == iteration for record in read_records(path))
+    return False
+
+
+def read_records(path: AnyPath) -> Iterator[dict[str, Value]]:
+    """Yield the records of a metrics file, without damaged lines.
+
+    Raises OSError, and ValueError if it is not a regular file.
+    """
+    with _opened(path) if isinstance(path, Path) else StringIO(path.read_bytes().decode(errors="replace")) as lines:
+        yield from (record for _, record in _records(lines, "iteration") if record is not None)
 
 
 def truncate_after(

@@ -23,6 +23,18 @@ def test_the_slowest_rank_is_the_one_that_works_longest_and_waits_least() -> Non
     )
 
 
+def test_shares_of_a_step_are_of_work_and_of_what_even_the_busiest_rank_waits() -> None:
+    waits = {"dp": [0.025, 0.025, 0.004, 0.020], "world": [0.0, 0.0, 0.0, 0.005]}
+    figures = Timing([FAST, FAST, SLOW, FAST], ["n0"] * 4, waits, [3.0, 9.0, 1.0, 9.0]).figures()
+    assert figures["communication_share"] == pytest.approx(0.004 / 0.037)
+    assert figures["scaling_efficiency"] == pytest.approx((3 * 0.013 / 0.038 + 0.033 / 0.037) / 4)
+    assert [figures[f"wait_s/dp{name}"] for name in ("", "/max", "/max_rank")] == [0.0225, 0.025, 0.0]
+    assert [figures[f"wait_s/world{name}"] for name in ("", "/max", "/max_rank")] == [0.0, 0.005, 3.0]
+    assert [figures[f"peak_memory_bytes/{name}"] for name in ("max", "max_rank")] == [9.0, 1.0]
+    on_gpus = Timing([FAST, SLOW], ["n0"] * 2, shows_waits=False).figures()
+    assert not {"communication_share", "scaling_efficiency"} & on_gpus.keys()
+
+
 def test_one_rank_is_slower_than_none() -> None:
     timing = gather_timing({DATA: 0.1, FORWARD_BACKWARD: 1.0, OPTIMIZER: 0.2}, 10, ParallelMesh())
     assert timing.line() == "ms per step: data 10.0, forward and backward 100.0, optimizer 20.0"

@@ -116,7 +116,10 @@ def test_what_is_waited_for_others_is_left_out_of_a_ranks_own_time() -> None:
         sections.was_stopped(60.0)
     assert sections.longest == {STEP: 5.0, DATA: 0.5}
     assert sections.take() == {
-        **{STEP: 3.0, WAITING: 3.0, DATA: 0.0},
-        **{waiting_on("tp"): 3.0, waiting_on("pp"): 0.0},
+        STEP: 3.0,
+        WAITING: 3.0,
+        DATA: 0.0,
+        waiting_on("tp"): 3.0,
+        waiting_on("pp"): 0.0,
     }
     assert sections.take() == {}
