@@ -13,6 +13,7 @@ from megalite.parallel.device import peak_memory_bytes
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import host_name
 from megalite.watchdog.sections import OF_A_STEP, WAITING, waiting_on
+from megalite_kernels.implementation import on_gpu
 
 
 @dataclass(frozen=True)
@@ -94,5 +95,5 @@ def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) 
         collectives.all_gather_json(host_name(), mesh),
         dict(zip(axes, of_axes, strict=True)),
         columns[-1],
-        shows_waits=mesh.device.type == "cpu",
+        shows_waits=not on_gpu(mesh.device),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CAUSES = ("steps", "data", "evaluations", "saves", "start", "restarts", "other")
-"""What a run spends its time on: `steps` is its goodput."""
+"""Causes for which a run spends time: `steps` is its goodput."""
 
 
 def seconds_by_cause(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -47,14 +47,17 @@ def axes(ranks: int, **sent: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(2, "--tp 2"), (2, "--cp 2"), (2, ""), (2, EXPERTS), (3, f"--num-layers 3 --pp 3 {UNTIED}")],
-    ids=["tp", "cp", "dp", "ep", "pp"],
+    [(4, "--cp 2"), (2, "--tp 2"), (2, "--cp 2"), (2, ""), (2, EXPERTS), (3, f"--num-layers 3 --pp 3 {UNTIED}")],
+    ids=["dp+cp", "tp", "cp", "dp", "ep", "pp"],
 )
 def test_bytes_of_an_axis_are_what_its_ranks_exchange(ranks: int, flags: str, rank_pools: RankPools) -> None:
     for rank, (sent, by_axis, gradients) in enumerate(rank_pools(ranks).run(sent_in_a_step, flags)):
         assert sum(by_axis.values()) == sent
         if flags == "--tp 2":  # four sums a layer, those of embedding and output, and statistics of the loss
             assert by_axis == axes(2, tp=4 * (2 * 4 + 2) * HIDDEN + 4 * 2 * 12 * 8)
+        elif ranks == 4:  # keys and values of two micro-batches; the sums over dp and cp count as dp, and
+            # the largest and the mean attention over dp
+            assert by_axis == axes(4, cp=2 * 2 * 3 * HIDDEN // 2, dp=2 * gradients * 3 // 4 + 2 * 8 * 2 * 3 // 4 + 16)
         elif flags == "--cp 2":  # keys and values twice, and their gradients; the gradients once; two counts
             assert by_axis == axes(2, cp=4 * 2 * 3 * HIDDEN // 2 + gradients + 2 * 8)
         elif not flags:

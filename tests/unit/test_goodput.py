@@ -1,4 +1,4 @@
-"""Where the time of a run went, and its summary at the end, from its records."""
+"""Time of a run by its causes, and its summary at the end, from its records."""
 
 from __future__ import annotations
 
