@@ -26,7 +26,7 @@ from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestM
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
+from megalite.watchdog.sections import AGREEMENT, DATA, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger.jsonl"
 """File of the run directory with decisions that depart from the plain rule, if there are any."""
+_TIMES = {
+    "data_time_s": (STEP, DATA),
+    "save_time_s": (SAVE, SAVE),
+    "evaluation_time_s": (EVALUATION, EVALUATION),
+    "start_time_s": (START, START),
+}
+"""Sections whose seconds records have, if there are any, with the section around them."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class TrainingLoop:
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.startup.finish(trainer.iteration)
+            self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
@@ -338,7 +345,12 @@ class TrainingLoop:
             self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
 
     def _record(self, metrics: Metrics) -> None:
-        told = self._writer.write(metrics)
+        """Write a record, with what this rank has spent since the last one."""
+        times = {}
+        for key, section in _TIMES.items():
+            if seconds := self.sections.spent.pop(section, 0.0):
+                times[key] = seconds
+        told = self._writer.write(replace(metrics, extra={**metrics.extra, **times}))
         if told is not None:
             self.display.message(told)
 

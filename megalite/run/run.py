@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.metrics import has_test_loss
+from megalite.training.metrics import has_test_loss, read_records
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
 from megalite.training.task import Task
@@ -72,7 +72,8 @@ class Run:
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
         self.copies: Copies | None = None
-        self._shown = False
+        self._shown, self._predicted = False, ""
+        self._loop: TrainingLoop | None = None
         self._stack = ExitStack()
         save = config.checkpoint.save
         self.directory = None if save is None else open_directory(save)
@@ -85,7 +86,7 @@ class Run:
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
         self.mesh = mesh = locate(config.parallel, place)
-        self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
+        self.sections = sections = Sections(mesh.waits.by_axis, profile_range=profile_range)
         if config.profiling.record_memory_history:
             record_memory_history(config.profiling, place.rank)
         with ExitStack() as stack:
@@ -189,6 +190,8 @@ class Run:
             self.begin(display)
             if trainer is not None:
                 code = self.loop(trainer, display).run()
+                if code != EXIT_FINISHED:
+                    self._show_end(display, "stopped")
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
@@ -202,6 +205,7 @@ class Run:
         """Return the loop that runs the trainer of this rank."""
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
+        self._loop = loop
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         return loop
@@ -217,6 +221,21 @@ class Run:
             if self.mesh.rank == 0:
                 write_atomically(self.directory / "DONE", f"{last}\n".encode())
             display.message(f"everything is in {self.directory}")
+        self._show_end(display, "finished")
+
+    def _show_end(self, display: Display, how: str) -> None:
+        """Show what the run has done, from its records, and what may follow. Rank 0 reads them."""
+        if self.mesh.rank != 0 or self._loop is None or self._loop.metrics is None:
+            return
+        from megalite.run.end import end_summary, what_next  # no step needs them
+
+        path, lines = metrics_path(self.config, self.directory), {}
+        with suppress(OSError, ValueError, TypeError, KeyError):  # somebody else has changed the file
+            records = [self._loop.metrics.record()] if path is None else read_records(path)
+            lines = end_summary(records, self._predicted)
+        generates = self.task.tokens_per_sample is not None
+        lines |= what_next(self.directory, finished=how == "finished", generates=generates)
+        display.summary(how, lines)
 
     def report(self, display: Display) -> None:
         """Write the report of a run that has trained, finished or stopped, into its directory. Rank 0 writes."""
@@ -239,7 +258,9 @@ class Run:
                 if not self._shown:
                     for note in self.trainer.notes():
                         display.message(note)
-                    display.summary("megalite", {**self.trainer.summary(), "start": self.how})
+                    summary = self.trainer.summary()
+                    self._predicted = str(summary.get("memory", ""))
+                    display.summary("megalite", {**summary, "start": self.how})
                     self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:
                     _record_run(self.directory, self.config)

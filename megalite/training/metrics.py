@@ -103,8 +103,10 @@ ON_REQUEST = {
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
     "kept_micro_batches",
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
+    *("wait_s", "communication_share", "scaling_efficiency"),
+    *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),
 }
-"""Figures that flags add to the record of a step."""
+"""Figures that flags add to the record of a step, and those that only some records have."""
 
 
 def is_figure(name: str) -> bool:
@@ -337,13 +339,18 @@ class Published:
 
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
     """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
-    try:
-        lines = open_lines(path)
-    except (OSError, ValueError):
-        return False
-    with lines:
-        records = (record for _, record in parsed_lines(lines, "iteration") if record is not None)
-        return any("test_loss" in record and record["iteration"] == iteration for record in records)
+    with suppress(OSError, ValueError):
+        return any("test_loss" in record and record["iteration"] == iteration for record in read_records(path))
+    return False
+
+
+def read_records(path: AnyPath) -> Iterator[dict[str, Value]]:
+    """Yield the records of a metrics file, without damaged lines.
+
+    Raises OSError, and ValueError if it is not a regular file.
+    """
+    with open_lines(path) as lines:
+        yield from (record for _, record in parsed_lines(lines, "iteration") if record is not None)
 
 
 def truncate_after(

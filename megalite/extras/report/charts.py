@@ -44,7 +44,7 @@ TITLES = {
     "min_expert_load": "Load of the idlest expert, by layer",
 }
 """Titles of charts by what their figures begin with, in the order of the page: other losses second, the rest last."""
-HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped"}
+HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped", "start_time_s"}
 """Figures that are places or marks of a chart, no lines."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
 
@@ -97,7 +97,7 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
 
 def _base(key: str, run: Recorded) -> str:
     """Return what the figures of a chart begin with."""
-    if key.endswith("rank"):
+    if key.endswith("_rank"):
         return key
     base = key.split("/", 1)[0]
     for before in ("valid_", "test_"):

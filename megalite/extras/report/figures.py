@@ -56,9 +56,13 @@ def facts(run: Recorded) -> dict[str, float | int | str | None]:
         "tokens_per_second": median(steps.values("tokens_per_second")),
         "samples_per_second": median(steps.values("samples_per_second")),
         "mfu": median(steps.values("mfu")),
-        "peak_memory_bytes": max(steps.values("peak_memory_bytes"), default=None),
+        "peak_memory_bytes": max(
+            (*steps.values("peak_memory_bytes"), *steps.values("peak_memory_bytes/max")), default=None
+        ),
         "skipped_steps": sum(value > 0 for value in steps.values("skipped")),
         "steps_without_finite_loss": sum(not math.isfinite(value) for value in steps.values(run.loss)),
+        "goodput": goodput(run),
+        "restarts": sum(mark.kind == RESTARTED for mark in marks(run)),
         "decisions": len(run.decisions),
         "last_written": max((value for value in (last_time(run),) if value is not None), default=None),
     }
@@ -93,6 +97,12 @@ def median(values: Sequence[float]) -> float | None:
     """Return the median of the finite values; None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     return statistics.median(finite) if finite else None
+
+
+def goodput(run: Recorded) -> float | None:
+    """Return the share of the run's time that its steps have taken."""
+    whole = sum(run.spent.values())
+    return run.spent["steps"] / whole if whole > 0 else None
 
 
 def total(values: Sequence[float]) -> float:
@@ -216,10 +226,12 @@ def _busy(run: Recorded) -> float:
 
 
 def _pauses(run: Recorded) -> Iterator[str]:
-    """Say how much of the time lies outside of steps."""
-    whole, inside = seconds(run), total(run.steps.values("iteration_time_s"))
-    if whole is not None and whole > 60 and 0 <= inside < 0.8 * whole:
-        yield f"Steps took {share_text(inside / whole)} of the time; saves, evaluations and restarts took the rest."
+    """Say what took the time that steps did not take, if that is much."""
+    share = goodput(run)
+    if share is not None and sum(run.spent.values()) > 60 and share < 0.8:
+        lost = sorted(((value, cause) for cause, value in run.spent.items() if cause != "steps"), reverse=True)
+        parts = [f"{cause} {share_text(value / sum(run.spent.values()))}" for value, cause in lost if value > 0]
+        yield f"Steps took {share_text(share)} of the time ({', '.join(parts)})."
 
 
 def share_text(share: float) -> str:

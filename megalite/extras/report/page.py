@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
-from megalite.extras.report.figures import MARKS, counted, facts, findings, marks
+from megalite.extras.report.figures import MARKS, counted, facts, findings, marks, share_text
 from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
 from megalite.process.output import printable
@@ -45,6 +45,7 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
                 "place": run.place,
                 "facts": facts(run),
                 "findings": findings(run),
+                "seconds": run.spent,
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
                 "config": run.config,
             }
@@ -80,6 +81,7 @@ def page(runs: Sequence[Recorded], now: float | None = None) -> str:
         *(_figure(chart) for chart in moving),
         "</div></section>",
         _constants([chart for chart in drawn if _is_constant(chart)], runs),
+        _spent(runs),
         _events(runs),
         _differences(runs),
         *(_configuration(run) for run in runs),
@@ -163,7 +165,9 @@ def _shown(run: Recorded) -> list[tuple[str, str]]:
         ("time", duration(found["seconds"]) if isinstance(found["seconds"], float) else ""),
         ("tokens per second", brief("tokens_per_second")),
         ("MFU", number("mfu", ".1%")),
-        ("peak memory, rank 0", bytes_text(memory) if isinstance(memory, float) else ""),
+        ("time in steps", number("goodput", ".1%")),
+        ("restarts", str(found["restarts"]) if found["restarts"] else ""),
+        ("peak memory", bytes_text(memory) if isinstance(memory, float) else ""),
         ("skipped steps", str(lost) if lost else ""),
     ]
     return [(name, value) for name, value in entries if value]
@@ -230,6 +234,25 @@ def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
     if not rows:
         return ""
     return f"<details><summary>{counted(len(rows), 'figure')} that did not change</summary>{_table([], rows)}</details>"
+
+
+def _spent(runs: Sequence[Recorded]) -> str:
+    """Return the table of what the time of the runs went into."""
+    told = [run for run in runs if sum(run.spent.values()) > 0]
+    if not told:
+        return ""
+    rows = [
+        [
+            cause,
+            *(
+                f"{duration(run.spent[cause])}, {share_text(run.spent[cause] / sum(run.spent.values()))}"
+                for run in told
+            ),
+        ]
+        for cause in told[0].spent
+        if any(run.spent[cause] for run in told)
+    ]
+    return f"<details><summary>Where the time went</summary>{_table(['', *(run.name for run in told)], rows)}</details>"
 
 
 def _events(runs: Sequence[Recorded]) -> str:

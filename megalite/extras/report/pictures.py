@@ -66,7 +66,7 @@ def _curves(chart: Chart, unit: str) -> str:
             _draw_mark(svg, mark, across(place), up)
     for line, points in drawn:
         colour, dashes = look(chart, line)
-        dots = chart.base.endswith("rank")
+        dots = chart.base.endswith("_rank")
         shown = [(across(x), up(min(max(y, up.low), up.high))) for x, y in points if not up.logarithmic or y > 0]
         clipped = clipped or any(y > up.high for _, y in points)
         if dots or len(shown) == 1:

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import read_small_file, reason
 from megalite.storage import AnyPath, open_directory
+from megalite.training.goodput import seconds_by_cause
 from megalite.training.metrics import open_lines, parsed_lines
 
 MOST_LINES = 4_000_000
@@ -28,6 +29,9 @@ LARGEST = 1e100
 """Numbers beyond it count as infinite: sums of others are finite."""
 KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps"}
 """Kind of a line by a key that only its kind has."""
+LAST_STEP = 2**62
+SECONDS = ("wall_time", "iteration_time_s", "data_time_s", "evaluation_time_s", "save_time_s", "start_time_s")
+"""Figures from which the seconds by cause follow."""
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Table:
         return len(self.steps)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a record. Values that are no numbers are left out. Raises OverflowError if the step is too large."""
+        """Add a record. Values that are no numbers are left out."""
         step = record["iteration"]
         if self.steps and step <= self.steps[-1]:
             self._cut(step)
@@ -114,6 +118,7 @@ class Recorded:
     Attributes:
         name: the name of its directory.
         loss: the key of its loss; "" if there are no steps.
+        spent: seconds by cause, as `seconds_by_cause` has them.
         decisions: the lines of its ledger.
         config: its configuration by section.
         finished: whether it is marked as finished.
@@ -126,6 +131,7 @@ class Recorded:
     validation: Table
     test: Table
     loss: str
+    spent: Mapping[str, float]
     decisions: tuple[Mapping[str, Any], ...]
     config: Mapping[str, Any]
     finished: bool
@@ -150,12 +156,13 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     tables = {"steps": Table(), "validation": Table(), "test": Table()}
     problems: list[str] = []
     metrics = given if alone else metrics or given / "metrics.jsonl"
-    loss = _read_metrics(metrics, tables, problems)
+    loss, spent = _read_metrics(metrics, tables, problems)
     return Recorded(
         name=(given if isinstance(given, Path) else Path(given.name)).absolute().name or place,
         place=place,
         **tables,
         loss=loss,
+        spent=spent,
         decisions=() if alone else tuple(_read_decisions(directory / "ledger.jsonl", problems)),
         config={} if alone else _read_config(directory / "config.yaml", problems),
         finished=not alone and _is_there(directory / "DONE"),
@@ -163,33 +170,49 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     )
 
 
-def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str]) -> str:
-    """Read the lines of metrics into the tables. Returns the key of the loss."""
-    damaged, loss = 0, ""
+class _Reader:
+    """Reader of the lines of metrics into tables.
+
+    Attributes:
+        damaged: the number of lines that are no records.
+        loss: the key of the loss.
+    """
+
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        self.tables, self.damaged, self.loss = tables, 0, ""
+
+    def records(self, lines: Iterable[tuple[str, dict[str, Any] | None]]) -> Iterator[dict[str, float]]:
+        """Add the lines to the tables, and yield of each record the seconds that it tells."""
+        for _, record in lines:
+            kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
+            if record is None or kind is None or abs(record["iteration"]) > LAST_STEP:
+                self.damaged += 1
+                continue
+            if not self.loss and kind == "steps":
+                self.loss = _loss_of(record)
+            self.tables[kind].add(record)
+            told = {key: _number(record[key]) for key in SECONDS if key in record}
+            yield {key: value for key, value in told.items() if value is not None and math.isfinite(value)}
+
+
+def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str]) -> tuple[str, dict[str, float]]:
+    """Read the lines of metrics into the tables. Returns the key of the loss, and the seconds by cause."""
+    reader, spent = _Reader(tables), dict[str, float]()
     try:
         with open_lines(path) as lines:
-            for _, record in islice(parsed_lines(lines, "iteration"), MOST_LINES):
-                kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
-                if record is None or kind is None:
-                    damaged += 1
-                    continue
-                if not loss and kind == "steps":
-                    loss = _loss_of(record)
-                try:
-                    tables[kind].add(record)
-                except OverflowError:
-                    damaged += 1
+            spent = seconds_by_cause(reader.records(islice(parsed_lines(lines, "iteration"), MOST_LINES)))
             if next(lines, ""):
                 problems.append(f"{path} has more than {MOST_LINES:,} lines: those after them are left out")
     except FileNotFoundError:
         problems.append(f"{path} is not there: no step is finished yet")
     except (OSError, ValueError) as error:
         problems.append(f"{path} cannot be read: {reason(error)}")
-    if damaged:
-        problems.append(f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}, left out here")
+    if reader.damaged:
+        s = "s" if reader.damaged > 1 else ""
+        problems.append(f"{path} has {reader.damaged:,} damaged line{s}, left out here")
     if any(table.left_out for table in tables.values()):
         problems.append(f"{path} has more than {MOST_KEYS:,} figures: some are left out")
-    return loss
+    return reader.loss, spent
 
 
 def _loss_of(record: Mapping[str, Any]) -> str:
