@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -28,9 +29,14 @@ def show_help(description: str, sections: Mapping[str, Any]) -> NoReturn:
             flag = f"[{flag}]" if also == "also" else flag
             meaning = f"{meanings.get(entry.name, '')} ({default_words(entry)})"
             lines += [f"  {flag} {value_words(kinds[entry.name])}".replace("`", "").rstrip()]
-            lines += textwrap.wrap(meaning.replace("`", ""), 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(meaning.replace("`", ""), width(), initial_indent=" " * 6, subsequent_indent=" " * 6)
     say(as_installed("\n".join(lines)))
     sys.exit(0)
+
+
+def width() -> int:
+    """Return the characters of a line of help: those of the terminal, but at most 112, as without a terminal."""
+    return max(40, min(112, shutil.get_terminal_size((112, 24)).columns))
 
 
 def spelled(entry: Field[Any], kind: Any) -> str:
