@@ -311,7 +311,7 @@ def test_under_torchrun_our_message_stands_once_before_its_block(checkout: Path)
 
 
 def last_words_of_torchrun(out: str) -> str:
-    """Return what a person sees last: the text below the head of the root cause, down to the end of torchrun's block."""
+    """Return what a person sees last: the root cause, down to the end of torchrun's block."""
     found = re.search(r"Root Cause.*?\n  traceback : (.*)\n=+\s*\Z", out, re.DOTALL)
     assert found is not None, out
     return found[1]
