@@ -28,8 +28,11 @@ def show_help(description: str, sections: Mapping[str, Any]) -> NoReturn:
             flag = entry.name.upper() if also is True else spelled(entry, kinds[entry.name])
             flag = f"[{flag}]" if also == "also" else flag
             meaning = f"{meanings.get(entry.name, '')} ({default_words(entry)})"
-            lines += [f"  {flag} {value_words(kinds[entry.name])}".replace("`", "").rstrip()]
-            lines += textwrap.wrap(meaning.replace("`", ""), width(), initial_indent=" " * 6, subsequent_indent=" " * 6)
+            for text, indent in ((f"{flag} {value_words(kinds[entry.name])}", " " * 2), (meaning, " " * 6)):
+                text = text.replace("`", "")
+                lines += textwrap.wrap(
+                    text, width(), initial_indent=indent, subsequent_indent=" " * 6, break_on_hyphens=False
+                )
     say(as_installed("\n".join(lines)))
     sys.exit(0)
 

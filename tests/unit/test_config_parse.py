@@ -284,6 +284,7 @@ def test_help_begins_with_a_page_that_fits(
     lines = shown_help("--help", capsys).splitlines()
     assert max(map(len, lines)) <= min(columns, 112)
     assert columns < 80 or len(lines) <= 50
+    assert max(map(len, shown_help("--help data parallel", capsys).splitlines())) <= min(columns, 112)
     listed = {line.split()[0] for line in lines if re.match(r"  [\w-]+ +\S", line)}
     required = {f"--{name.replace('_', '-')}" for name, place in fields_by_name().items() if place.required}
     assert listed >= {*required, *section_types(), "all", "--train-iters", "--data-path", "--save"}
