@@ -33,11 +33,13 @@ class Picture:
     have the class ink and the background the class paper, for a `style` that has other colours for them.
     """
 
-    def __init__(self, title: str, width: float, height: float, summary: str = "", style: str = "") -> None:
-        """Begin a picture. `summary` describes it to those who do not see it."""
+    def __init__(
+        self, title: str, width: float, height: float, summary: str = "", style: str = "", top: float = 0.0
+    ) -> None:
+        """Begin a picture, whose upper edge is at y = `top`. `summary` describes it to those who do not see it."""
         size = {"width": number(width), "height": number(height)}
         self._root = Element("svg", xmlns="http://www.w3.org/2000/svg", attrib=size)
-        self._root.attrib |= {"viewBox": f"0 0 {size['width']} {size['height']}", "role": "img"}
+        self._root.attrib |= {"viewBox": f"0 {number(top)} {size['width']} {size['height']}", "role": "img"}
         self._root.attrib |= {"aria-label": title, "font-size": "12"}
         self._root.set("font-family", "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif")
         self.add("title", title)
@@ -45,7 +47,7 @@ class Picture:
             self.add("desc", summary)
         if style:
             self.add("style", style)
-        self.add("rect", width="100%", height="100%", fill="#ffffff", class_="paper")
+        self.add("rect", y=top, width="100%", height="100%", fill="#ffffff", class_="paper")
 
     def __str__(self) -> str:
         return tostring(self._root, encoding="unicode")
