@@ -41,7 +41,9 @@ _TIMES = {
     "evaluation_time_s": (EVALUATION, EVALUATION),
     "start_time_s": (START, START),
 }
-"""Sections whose seconds records have, if there are any, with the section around them."""
+"""Sections whose seconds records have, with the section around them."""
+LEAST_TIME = 1e-3
+"""Seconds of a section that a record does not tell: a look at a save in the background takes less."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,7 @@ class TrainingLoop:
         """Write a record, with what this rank has spent since the last one."""
         times = {}
         for key, section in _TIMES.items():
-            if seconds := self.sections.spent.pop(section, 0.0):
+            if (seconds := self.sections.spent.pop(section, 0.0)) > LEAST_TIME:
                 times[key] = seconds
         told = self._writer.write(replace(metrics, extra={**metrics.extra, **times}))
         if told is not None:

@@ -36,6 +36,7 @@ TITLES = {
     "mfu": "Share of the peak (MFU)",
     "model_tflops_per_device": "TFLOP/s of the model, a device",
     "iteration_time_s": "Seconds of a step, by section",
+    "time_s": "Seconds of data, evaluations and saves",
     "wait_s": "Seconds of waits in a step, by axis",
     "bytes_sent": "Bytes that rank 0 sends in a step",
     "peak_memory_bytes": "Peak memory (bytes)",
@@ -44,6 +45,8 @@ TITLES = {
     "min_expert_load": "Load of the idlest expert, by layer",
 }
 """Titles of charts by what their figures begin with, in the order of the page: other losses second, the rest last."""
+BESIDE = {"data_time_s", "evaluation_time_s", "save_time_s"}
+"""Figures of some lines alone, which stand in one chart as dots."""
 HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped", "start_time_s"}
 """Figures that are places or marks of a chart, no lines."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
@@ -97,6 +100,8 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
 
 def _base(key: str, run: Recorded) -> str:
     """Return what the figures of a chart begin with."""
+    if key in BESIDE:
+        return "time_s"
     if key.endswith("_rank"):
         return key
     base = key.split("/", 1)[0]
@@ -180,6 +185,11 @@ def few(events: Sequence[Mark]) -> list[Mark]:
         own = [mark for mark in events if mark.kind == kind]
         found += own if len(own) <= MOST_MARKS else [own[at * len(own) // MOST_MARKS] for at in range(MOST_MARKS)]
     return found
+
+
+def is_dotted(base: str) -> bool:
+    """Tell whether a chart has dots in place of lines: its figures are numbers of ranks, or of few steps."""
+    return base.endswith("_rank") or base == "time_s"
 
 
 def is_loss(base: str) -> bool:

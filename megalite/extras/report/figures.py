@@ -51,7 +51,7 @@ def facts(run: Recorded) -> dict[str, float | int | str | None]:
         "test_loss": run.test.last("test_loss"),
         "consumed_samples": steps.last("consumed_samples"),
         "consumed_tokens": steps.last("consumed_tokens"),
-        "seconds": seconds(run),
+        "seconds": sum(run.spent.values()) or None,
         "seconds_in_steps": total(steps.values("iteration_time_s")) if len(steps) else None,
         "tokens_per_second": median(steps.values("tokens_per_second")),
         "samples_per_second": median(steps.values("samples_per_second")),
@@ -123,15 +123,6 @@ def last_time(run: Recorded) -> float | None:
     """Return when the last line was written, in seconds since 1970."""
     times = [table.last("wall_time") for table in (run.steps, run.validation, run.test)]
     return max((time for time in times if time is not None), default=None)
-
-
-def seconds(run: Recorded) -> float | None:
-    """Return the seconds from the beginning of the first step to the last line, with all that lies between."""
-    times, durations = run.steps.values("wall_time"), run.steps.values("iteration_time_s")
-    end = last_time(run)
-    if not times or end is None:
-        return None
-    return end - times[0] + (durations[0] if durations else 0.0)
 
 
 def marks(run: Recorded) -> list[Mark]:
@@ -230,7 +221,8 @@ def _pauses(run: Recorded) -> Iterator[str]:
     share = goodput(run)
     if share is not None and sum(run.spent.values()) > 60 and share < 0.8:
         lost = sorted(((value, cause) for cause, value in run.spent.items() if cause != "steps"), reverse=True)
-        parts = [f"{cause} {share_text(value / sum(run.spent.values()))}" for value, cause in lost if value > 0]
+        shares = [(cause, value / sum(run.spent.values())) for value, cause in lost]
+        parts = [f"{cause} {share_text(share)}" for cause, share in shares if share >= 0.01]
         yield f"Steps took {share_text(share)} of the time ({', '.join(parts)})."
 
 

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from megalite.extras.report.charts import PARTS, Chart, Line, is_loss
+from megalite.extras.report.charts import PARTS, Chart, Line, is_dotted, is_loss
 from megalite.extras.report.figures import DECIDED, NOT_FINITE, RESTARTED, SAVED, SKIPPED, Mark
 from megalite.svg import GREY, PALE, Axis, Picture
 
@@ -66,10 +66,9 @@ def _curves(chart: Chart, unit: str) -> str:
             _draw_mark(svg, mark, across(place), up)
     for line, points in drawn:
         colour, dashes = look(chart, line)
-        dots = chart.base.endswith("_rank")
         shown = [(across(x), up(min(max(y, up.low), up.high))) for x, y in points if not up.logarithmic or y > 0]
         clipped = clipped or any(y > up.high for _, y in points)
-        if dots or len(shown) == 1:
+        if is_dotted(chart.base) or len(shown) == 1:
             for x, y in shown:
                 svg.box(x - 1.5, y - 1.5, 3, 3, COLOURS[colour], class_=f"f{colour}")
             continue

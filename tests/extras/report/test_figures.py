@@ -51,7 +51,7 @@ def test_facts(tmp_path: Path) -> None:
         "test_loss": None,
         "consumed_samples": 40.0,
         "consumed_tokens": 4000.0,
-        "seconds": 3 * 3.0 + 0.5 + 2.0,  # from the start of the first step to the last line
+        "seconds": 2.0 + 3 * 3.0 + 0.5,  # from the start of the first step to the last line
         "seconds_in_steps": 8.0,
         "tokens_per_second": 500.0,
         "samples_per_second": None,
