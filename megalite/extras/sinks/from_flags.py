@@ -1,0 +1,71 @@
+"""Sinks of a run, from its flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megalite.config.reporting import SinkName
+from megalite.config.run import TaskConfig
+from megalite.config.yaml_file import dump
+from megalite.errors import CheckpointError
+from megalite.extras.sinks.background import Background, Service
+from megalite.extras.sinks.curves import Curves
+from megalite.extras.sinks.masking import without_credentials
+from megalite.small_files import reason
+from megalite.storage import AnyPath
+from megalite.training.metrics import Sink
+
+
+def sinks(
+    config: TaskConfig,
+    wanted: Sequence[SinkName],
+    directory: AnyPath | None,
+    iteration: int,
+    consumed_samples: int,
+    tell: Callable[[str], None],
+) -> list[Sink]:
+    """Return the sinks that are wanted, of a run that continues after `iteration`. Rank 0 calls this.
+
+    Args:
+        directory: the run directory.
+        consumed_samples: samples until the first step.
+        tell: takes a message to the user.
+
+    Raises:
+        CheckpointError: TensorBoard's files cannot be written.
+    """
+    made: list[Sink] = []
+    if "tensorboard" in wanted:
+        made.append(_tensorboard(config, directory, iteration, consumed_samples))
+    services = [_service(name, config, directory, consumed_samples) for name in wanted if name != "tensorboard"]
+    if services:
+        made.append(Background(services, tell))
+    return made
+
+
+def _tensorboard(config: TaskConfig, directory: AnyPath | None, iteration: int, consumed_samples: int) -> Sink:
+    from megalite.extras.sinks.tensorboard_events import TensorBoardEvents
+
+    logging = config.logging
+    assert logging.tensorboard_dir or isinstance(directory, Path)
+    folder = Path(logging.tensorboard_dir) if logging.tensorboard_dir else Path(str(directory)) / "tensorboard"
+    try:
+        return TensorBoardEvents(
+            folder,
+            without_credentials(dump(config)),
+            Curves(consumed_samples, () if logging.log_loss_scale_to_tensorboard else ("loss_scale",)),
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            step_interval=logging.tensorboard_log_interval,
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"writing TensorBoard's events to {folder} failed: {reason(error)}. Free space, or choose another --save "
+            "or --tensorboard-dir"
+        ) from error
+
+
+def _service(name: SinkName, config: TaskConfig, directory: AnyPath | None, consumed_samples: int) -> Service:
+    """Return a service. Its library is imported on its thread, where it is opened."""
+    raise NotImplementedError
