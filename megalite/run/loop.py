@@ -375,11 +375,12 @@ def _metrics_writer(trainer: Trainer, tell: Callable[[str], None]) -> MetricsWri
     """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
     if trainer.mesh.rank != 0:
         return MetricsWriter()
-    config, directory, where = trainer.config, trainer.directory, (trainer.iteration, trainer.consumed_samples)
+    config, directory, ranks = trainer.config, trainer.directory, trainer.mesh.world_size
+    where = trainer.iteration, trainer.consumed_samples
 
     def open_sinks() -> Sequence[Sink]:
         wanted = wanted_sinks(config)
-        return entry_point("sinks")(config, wanted, directory, *where, tell) if wanted else ()
+        return entry_point("sinks")(config, wanted, directory, *where, ranks, tell) if wanted else ()
 
     return MetricsWriter(
         metrics_path(config, directory),

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from megalite.config.reporting import SinkName
 from megalite.config.run import TaskConfig
-from megalite.config.yaml_file import dump
 from megalite.errors import CheckpointError
-from megalite.extras.sinks.background import Background, Service
 from megalite.extras.sinks.curves import Curves
-from megalite.extras.sinks.masking import without_credentials
+from megalite.extras.sinks.description import Description, configuration_text
+from megalite.extras.sinks.link import ServiceProcess
 from megalite.small_files import reason
 from megalite.storage import AnyPath
 from megalite.training.metrics import Sink
@@ -23,6 +22,7 @@ def sinks(
     directory: AnyPath | None,
     iteration: int,
     consumed_samples: int,
+    world_size: int,
     tell: Callable[[str], None],
 ) -> list[Sink]:
     """Return the sinks that are wanted, of a run that continues after `iteration`. Rank 0 calls this.
@@ -38,9 +38,11 @@ def sinks(
     made: list[Sink] = []
     if "tensorboard" in wanted:
         made.append(_tensorboard(config, directory, iteration, consumed_samples))
-    services = [_service(name, config, directory, consumed_samples) for name in wanted if name != "tensorboard"]
+    services = tuple(name for name in wanted if name != "tensorboard")
     if services:
-        made.append(Background(services, tell))
+        where = None if directory is None else str(directory)
+        text = configuration_text(config)
+        made.append(ServiceProcess(Description(services, where, consumed_samples, text, world_size), tell))
     return made
 
 
@@ -53,7 +55,7 @@ def _tensorboard(config: TaskConfig, directory: AnyPath | None, iteration: int, 
     try:
         return TensorBoardEvents(
             folder,
-            without_credentials(dump(config)),
+            configuration_text(config),
             Curves(consumed_samples, () if logging.log_loss_scale_to_tensorboard else ("loss_scale",)),
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -64,8 +66,3 @@ def _tensorboard(config: TaskConfig, directory: AnyPath | None, iteration: int, 
             f"writing TensorBoard's events to {folder} failed: {reason(error)}. Free space, or choose another --save "
             "or --tensorboard-dir"
         ) from error
-
-
-def _service(name: SinkName, config: TaskConfig, directory: AnyPath | None, consumed_samples: int) -> Service:
-    """Return a service. Its library is imported on its thread, where it is opened."""
-    raise NotImplementedError
