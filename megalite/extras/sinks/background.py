@@ -137,14 +137,14 @@ class _Worker(threading.Thread):
         elif len(self._queue) == self._queue.maxlen and not self._told_full:
             self._told_full = True
             yield (
-                f"WARNING: {self._service.name} is slower than the run: {len(self._queue)} records wait for it, and the "
-                "oldest are dropped. metrics.jsonl has all of them"
+                f"WARNING: {self._service.name} is slower than the run: {len(self._queue)} records wait for it, and "
+                "the oldest are dropped. metrics.jsonl has all of them"
             )
 
     def last_news(self, waited_s: float) -> Iterator[str]:
         """Yield, after the end, what has not been sent."""
         if self.is_alive() and not self._left_out:
-            yield f"WARNING: {self._service.name} has not taken all records within {waited_s:g} s after the end of the run"
+            yield f"WARNING: {self._service.name} has not taken all records within {waited_s:g} s after the last step"
         dropped = self._put - self._taken - len(self._queue)
         if dropped and not self._left_out:
-            yield f"{self._service.name}: {dropped} of {self._put} records were dropped, because it was slower than the run"
+            yield f"{self._service.name}: {dropped} of {self._put} records were dropped: it was slower than the run"

@@ -6,7 +6,6 @@ are there twice, once in the group "Loss", which is the first, and once under th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import cast
 
@@ -95,8 +94,3 @@ def losses(points: Mapping[str, float]) -> dict[str, float]:
 def over_samples(points: Mapping[str, float]) -> dict[str, float]:
     """Return the points that Megatron-LM also draws over consumed samples, by their names there."""
     return {f"{name} vs samples": value for name, value in points.items() if name in OVER_SAMPLES}
-
-
-def finite(points: Mapping[str, float]) -> dict[str, float]:
-    """Return the points without those that no axis has: NaN and infinities."""
-    return {name: value for name, value in points.items() if math.isfinite(value)}

@@ -80,10 +80,11 @@ class OpenTelemetryMeter:
         values = {name: value for section in sections.values() for name, value in section.items()}
         service = values["otel_service_name"] or os.environ.get("OTEL_SERVICE_NAME", "megatron-training")
         precision = next((name for name in ("fp16", "bf16") if values.get(name)), "fp32")
+        split = math.prod(values[f"{axis}_parallel_size"] for axis in ("tensor_model", "pipeline_model", "context"))
         found = {_ATTRIBUTES[name]: value for name, value in values.items() if name in _ATTRIBUTES}
         return {
             "service.name": service,
-            "dl.world_size": self._description.world_size,
+            "dl.data_parallel.size": self._description.world_size // split,
             "megatron.precision": precision,
             "megalite.configuration": self._description.configuration,
             **{name: value for name, value in found.items() if value is not None},
