@@ -21,7 +21,7 @@ QUEUE = 1000
 """Most records that wait for a service."""
 PATIENCE_S = 120.0
 """Longest call of a service. One that takes longer hangs, and is left out."""
-CLOSE_S = 15.0
+CLOSE_S = 20.0
 """Longest wait at the end of a run for what is not sent yet, of all services together."""
 
 

@@ -30,7 +30,7 @@ class ServiceProcess:
         self._tell, self._close_s = tell, close_s
         self._waiting, self._dropped, self._messages, self._over = bytearray(), 0, b"", False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megalite.extras.sinks.process"],
+            [sys.executable, "-m", "megalite.extras.sinks.process", str(close_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

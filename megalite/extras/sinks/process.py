@@ -43,7 +43,8 @@ def main() -> None:
         messages.write(f"{message}\n")
 
     description = Description(**json.loads(sys.stdin.readline()))
-    background = Background([service(name, description) for name in description.wanted], tell)
+    services = [service(name, description) for name in description.wanted]
+    background = Background(services, tell, close_s=float(sys.argv[1]))
     for line in sys.stdin:
         background.write(json.loads(line))
     background.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,19 +59,32 @@ def no_secret_in(folder: Path) -> None:
 
 
 def wandb_items(folder: Path) -> dict[str, list[Any]]:
-    """Return the records of a run that was offline, by kind, as W&B's own reader finds them in its file."""
+    """Return the records of a run that was offline, by kind: W&B's own messages, from its file."""
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = folder.glob("wandb/wandb/offline-run-*/run-*.wandb")
-    store, found = DataStore(), dict[str, list[Any]]()
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        record = Record()
-        record.ParseFromString(data)
+    found = dict[str, list[Any]]()
+    for data in log_entries(path.read_bytes()):
+        record = Record.FromString(data)
         kind = record.WhichOneof("record_type")
         found.setdefault(kind, []).append(getattr(record, kind))
     return found
+
+
+def log_entries(data: bytes) -> Iterator[bytes]:
+    """Yield the entries of a log as LevelDB has it, after the seven bytes of W&B's header."""
+    place, entry = 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:  # no header fits into the rest of the block
+            place += left
+            continue
+        _, length, part = struct.unpack_from("<IHB", data, place)
+        entry += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if part in (1, 4):  # whole, or the last part
+            yield entry
+            entry = b""
 
 
 def test_wandb_gets_each_step_and_the_configuration(tmp_path: Path) -> None:
