@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from megalite.config.checkpoint import is_url
-
-if TYPE_CHECKING:
-    from megalite.config.run import TaskConfig
 
 SinkName = Literal["tensorboard", "wandb", "mlflow", "opentelemetry", "prometheus"]
 
@@ -38,7 +35,7 @@ class ReportingConfig:
     """File for node_exporter's textfile collector; unset: metrics.prom in the run directory, with report-to."""
 
     def reports(self, sink: SinkName) -> bool:
-        """Tell whether records go there (for TensorBoard, `wanted_sinks` also looks for a folder)."""
+        """Tell whether records go there (for TensorBoard, `wanted` also looks for a folder)."""
         asked = {
             "wandb": bool(self.wandb_project),
             "opentelemetry": self.otel_enabled,
@@ -51,12 +48,10 @@ class ReportingConfig:
         """Sinks other than TensorBoard's files."""
         return tuple(sink for sink in get_args(SinkName) if sink != "tensorboard" and self.reports(sink))
 
-
-def wanted_sinks(config: TaskConfig) -> tuple[SinkName, ...]:
-    """Return the sinks of a run. TensorBoard's files need a folder: --tensorboard-dir, or a --save that is no URL."""
-    save, reporting = config.checkpoint.save, config.reporting
-    in_save = reporting.reports("tensorboard") and save is not None and not is_url(save)
-    return (*(("tensorboard",) if config.logging.tensorboard_dir or in_save else ()), *reporting.services)
+    def wanted(self, save: str | None, tensorboard_dir: str | None) -> tuple[SinkName, ...]:
+        """Return the sinks of a run. TensorBoard's files need a folder: --tensorboard-dir, or a --save that is no URL."""
+        in_save = self.reports("tensorboard") and save is not None and not is_url(save)
+        return (*(("tensorboard",) if tensorboard_dir or in_save else ()), *self.services)
 
 
 def reporting_problems(reporting: ReportingConfig, save: str | None) -> Iterator[str]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.reporting import wanted_sinks
 from megalite.config.run import TaskConfig
 from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
@@ -379,7 +378,7 @@ def _metrics_writer(trainer: Trainer, tell: Callable[[str], None]) -> MetricsWri
     where = trainer.iteration, trainer.consumed_samples
 
     def open_sinks() -> Sequence[Sink]:
-        wanted = wanted_sinks(config)
+        wanted = config.reporting.wanted(config.checkpoint.save, config.logging.tensorboard_dir)
         return entry_point("sinks")(config, wanted, directory, *where, ranks, tell) if wanted else ()
 
     return MetricsWriter(

@@ -31,6 +31,7 @@ def require_libraries(reporting: ReportingConfig) -> None:
 
 def _is_there(module: str) -> bool:
     try:
-        return find_spec(module) is not None
+        spec = find_spec(module)
+        return spec is not None and spec.origin is not None  # a folder named wandb, as it leaves some, has no origin
     except ModuleNotFoundError:  # not even its parents
         return False

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 
 from megalite.extras.sinks.background import CLOSE_S
 from megalite.extras.sinks.description import Description
+from megalite.process.programs import command_of, start
 from megalite.training.metrics import Value
 
 WAITING = 1 << 20
@@ -29,14 +29,13 @@ class ServiceProcess:
     def __init__(self, description: Description, tell: Callable[[str], None], *, close_s: float = CLOSE_S) -> None:
         self._tell, self._close_s = tell, close_s
         self._waiting, self._dropped, self._messages, self._over = bytearray(), 0, b"", False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megalite.extras.sinks.process", str(close_s)],
+        self._process = start(
+            command_of("megalite.extras.sinks.process", "main", str(close_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,  # Ctrl-C is the run's to answer, and all that libraries start can be killed
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

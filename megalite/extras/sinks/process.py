@@ -50,7 +50,3 @@ def main() -> None:
     background.close()
     messages.close()
     os._exit(0)  # not waiting for threads, or for what libraries do at the end
-
-
-if __name__ == "__main__":
-    main()
