@@ -17,7 +17,7 @@ class ReportingConfig:
     """Options of sinks: where records go beside metrics.jsonl."""
 
     report_to: tuple[SinkName, ...] = ("tensorboard",)
-    """Where the records of metrics.jsonl go, too: any of tensorboard (files in the run directory), wandb, mlflow,
+    """Places that get the records of metrics.jsonl, too: any of tensorboard (files in the run directory), wandb, mlflow,
     opentelemetry, prometheus. tensorboard-dir, wandb-project, otel-enabled and prometheus-textfile add theirs."""
     wandb_project: str | None = None
     """Project at Weights & Biases; given, the run reports there."""

@@ -15,7 +15,7 @@ from megalite.storage import AnyPath, open_directory
 
 @dataclass(frozen=True)
 class Description:
-    """What services are told of a run.
+    """Facts that services are told of a run.
 
     Attributes:
         wanted: the services.

@@ -47,6 +47,7 @@ def sinks(
 
 
 def _tensorboard(config: TaskConfig, directory: AnyPath | None, iteration: int, consumed_samples: int) -> Sink:
+    """Return the sink that writes TensorBoard's files. Raises CheckpointError."""
     from megalite.extras.sinks.tensorboard_events import TensorBoardEvents
 
     logging = config.logging

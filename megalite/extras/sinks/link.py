@@ -50,6 +50,7 @@ class ServiceProcess:
         self._pass_on_messages()
 
     def _put(self, line: Mapping[str, object]) -> None:
+        """Write a line, or as much of it as the pipe takes: the rest is written before the next line."""
         if self._over:
             return
         if len(self._waiting) > WAITING:
