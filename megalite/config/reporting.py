@@ -17,7 +17,7 @@ class ReportingConfig:
     """Options of sinks: where records go beside metrics.jsonl."""
 
     report_to: tuple[SinkName, ...] = ("tensorboard",)
-    """Places that get the records of metrics.jsonl, too: any of tensorboard (files in the run directory), wandb, mlflow,
+    """Places that get the records of metrics.jsonl: any of tensorboard (files in the run directory), wandb, mlflow,
     opentelemetry, prometheus. tensorboard-dir, wandb-project, otel-enabled and prometheus-textfile add theirs."""
     wandb_project: str | None = None
     """Project at Weights & Biases; given, the run reports there."""
@@ -49,7 +49,7 @@ class ReportingConfig:
         return tuple(sink for sink in get_args(SinkName) if sink != "tensorboard" and self.reports(sink))
 
     def wanted(self, save: str | None, tensorboard_dir: str | None) -> tuple[SinkName, ...]:
-        """Return the sinks of a run. TensorBoard's files need a folder: --tensorboard-dir, or a --save that is no URL."""
+        """Return the sinks of a run. TensorBoard's files need a folder: --tensorboard-dir or a --save on disk."""
         in_save = self.reports("tensorboard") and save is not None and not is_url(save)
         return (*(("tensorboard",) if tensorboard_dir or in_save else ()), *self.services)
 
