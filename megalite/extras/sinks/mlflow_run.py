@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from megalite.extras.sinks.identity import keep_name, kept_name
 
 _SENT = {True: "megalite.last_step", False: "megalite.last_evaluation"}
 """Tags with the last step and the last evaluation that the run has."""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_./ -]")
 _LONGEST = 500  # characters of a parameter: older servers take no more
 _PARAMETERS, _METRICS = 100, 1000  # most of one request
 
@@ -81,7 +83,7 @@ class MLflowRun:
         if step > self._sent[is_step]:
             self._sent[is_step] = step
             now = int(time.time() * 1000)
-            yield from (Metric(name, value, now, step) for name, value in points.items())
+            yield from (Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in points.items())
 
     def close(self) -> None:
         """Mark the run as finished."""

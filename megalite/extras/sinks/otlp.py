@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ _ATTRIBUTES = {
     "micro_batch_size": "megatron.micro_batch_size",
     "ckpt_format": "megatron.ckpt_format",
 }
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_./-]")
 _FAILURES = 5
 """Failed exports in a row after which the collector is left out. A collector that starts again is missed less long."""
 _EXPORT_S = 10.0
@@ -104,7 +106,7 @@ class OpenTelemetryMeter:
             self._instrument("create_counter", SKIPPED).add(int(bool(record["skipped"])))
         for key, value in record.items():
             if key not in ("iteration_time_s", "skipped") and value is not None:
-                name, factor = GAUGES.get(key, (f"megalite.{key}", 1.0))
+                name, factor = GAUGES.get(key, (_NOT_IN_NAMES.sub("_", f"megalite.{key}")[:255], 1.0))
                 self._instrument("create_gauge", name).set(float(value) * factor)
 
     def _instrument(self, create: str, name: str, unit: str = "") -> Any:

@@ -135,10 +135,11 @@ def mlflow_run(folder: Path) -> tuple[Any, Any]:
 
 
 def test_mlflow_gets_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
-    assert sent(tmp_path, "mlflow", step(1), step(2), evaluation(2, 3.75), step(3)) == []
+    assert sent(tmp_path, "mlflow", step(1), step(2), evaluation(2, 3.75), step(3, **{"grad_norm/(ü)": 0.5})) == []
     client, run = mlflow_run(tmp_path)
     assert run.info.status == "FINISHED"
     assert run.data.params["optimizer.lr"] == "0.25"
+    assert run.data.metrics["grad_norm/___"] == 0.5
     again = [step(3, lm_loss=9.0), step(4), evaluation(4, 3.5)]
     assert sent(tmp_path, "mlflow", *again, consumed=16) == []
     client, continued = mlflow_run(tmp_path)
@@ -192,7 +193,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Any
 
 
 def test_a_collector_gets_megatrons_metrics(tmp_path: Path, collector: Callable[[], list[Any]]) -> None:
-    records = step(1), step(2, skipped=True), evaluation(2, 3.75)
+    records = step(1), step(2, skipped=True, **{"grad_norm/a b(ü)": 0.5}), evaluation(2, 3.75)
     assert sent(tmp_path, "opentelemetry", *records) == []
     last = collector()[-1].resource_metrics[0]
     attributes = {each.key: each.value for each in last.resource.attributes}
@@ -207,6 +208,7 @@ def test_a_collector_gets_megatrons_metrics(tmp_path: Path, collector: Callable[
         "megatron.training.memory_allocated_gb": (1 << 20) * 1e-9,
         "megalite.valid_loss": 3.75,
         "megalite.iteration": 2.0,
+        "megalite.grad_norm/a_b___": 0.5,
     }
     for name, value in values.items():
         assert metrics[name].gauge.data_points[0].as_double == value
