@@ -61,7 +61,7 @@ class OpenTelemetryMeter:
         from opentelemetry.sdk.resources import Resource
 
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # failures are counted, and told once
-        exporter = OTLPMetricExporter(timeout=_EXPORT_S)
+        exporter: Any = OTLPMetricExporter(timeout=_EXPORT_S)
         export: Callable[..., Any] = exporter.export
 
         def counted(*arguments: Any, **options: Any) -> Any:

@@ -40,7 +40,12 @@ class WandBRun:
         if folder is not None:
             os.makedirs(folder, exist_ok=True)
         # Nothing of the environment, the repository or the screen is sent.
-        private = {"x_disable_meta": True, "x_disable_machine_info": True, "disable_git": True, "disable_code": True}
+        private: dict[str, Any] = {
+            "x_disable_meta": True,
+            "x_disable_machine_info": True,
+            "disable_git": True,
+            "disable_code": True,
+        }
         self._run = wandb.init(
             project=description.option("wandb_project") or "megalite",
             entity=description.option("wandb_entity"),
