@@ -92,10 +92,10 @@ test: .venv/installed-test
 	$(PYTEST) $(SHARED)
 
 test-extras: .venv/installed-test
-	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow' tests/extras
+	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow and not report' tests/extras
 
 test-wide: .venv/installed-test
-	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow' --ignore=tests/fuzz
+	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow and not report' --ignore=tests/fuzz
 
 test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.run import TaskConfig
+from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.deadline import Pace, why_stop
@@ -22,7 +22,7 @@ from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import Metrics, MetricsWriter, Sink, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
@@ -138,7 +138,7 @@ class TrainingLoop:
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
-            self._writer = stack.enter_context(_metrics_writer(trainer))
+            self._writer = stack.enter_context(_metrics_writer(trainer, self.display.message))
             trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
@@ -384,20 +384,21 @@ def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | Non
     return None if directory is None else directory / "metrics.jsonl"
 
 
-def _metrics_writer(trainer: Trainer) -> MetricsWriter:
+def _metrics_writer(trainer: Trainer, tell: Callable[[str], None]) -> MetricsWriter:
     """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
     if trainer.mesh.rank != 0:
         return MetricsWriter()
-    logging, directory = trainer.config.logging, trainer.directory
-    events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
-    if isinstance(directory, Path):
-        events = events or directory / "tensorboard"
+    config, directory, ranks = trainer.config, trainer.directory, trainer.mesh.world_size
+    where = trainer.iteration, trainer.consumed_samples
+
+    def open_sinks() -> Sequence[Sink]:
+        wanted = config.reporting.wanted(config.checkpoint.save, config.logging.tensorboard_dir)
+        return entry_point("sinks")(config, wanted, directory, *where, ranks, tell) if wanted else ()
+
     return MetricsWriter(
-        metrics_path(trainer.config, directory),
-        events,
+        metrics_path(config, directory),
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
         recorded=trainer.loaded.records,
-        event_interval=logging.tensorboard_log_interval,
-        without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
+        open_sinks=open_sinks,
     )
