@@ -49,7 +49,7 @@ class Verdict:
 
 def judge(trial: Trial, undisturbed: Trial, results: Results) -> Verdict:
     """Compare a disturbed run with the undisturbed one."""
-    ours, theirs = (parsed_lines(each.run / results.records, results) for each in (trial, undisturbed))
+    ours, theirs = (read_records(each.run / results.records, results) for each in (trial, undisturbed))
     weights = compare_weights(trial.run, undisturbed.run, results.weights)
     steps = step_problem(ours, theirs, results)
     records = record_problem(ours, theirs, results)
@@ -85,7 +85,7 @@ def _last(trial: Trial) -> str:
     return "the start" if last is None else f"a {last['record']} of rank {last['rank']} (process {last['process']})"
 
 
-def parsed_lines(path: Path, results: Results) -> list[dict[str, Any]]:
+def read_records(path: Path, results: Results) -> list[dict[str, Any]]:
     """Return the lines of the records as far as they can be read, without values that depend on the machine."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
