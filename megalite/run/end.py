@@ -10,6 +10,13 @@ from megalite.storage import AnyPath
 from megalite.training.goodput import seconds_by_cause
 
 Record = Mapping[str, Any]
+_KEYS = (
+    *("iteration", "consumed_samples", "consumed_tokens", "grad_norm", "skipped", "lm_loss", "loss", "valid_loss"),
+    *("test_loss", "tokens_per_second", "samples_per_second", "mfu", "scaling_efficiency", "communication_share"),
+    *("peak_memory_bytes", "peak_memory_bytes/max", "peak_memory_bytes/max_rank"),
+    *("wall_time", "iteration_time_s", "data_time_s", "evaluation_time_s", "save_time_s", "start_time_s"),
+)
+"""Figures that the summary takes: a long run has millions of others."""
 
 
 def end_summary(records: Iterable[Record], predicted: str = "") -> dict[str, str]:
@@ -17,7 +24,7 @@ def end_summary(records: Iterable[Record], predicted: str = "") -> dict[str, str
 
     `predicted`: the memory that the start of the run has shown, in words.
     """
-    every = list(records)
+    every = [{key: record[key] for key in _KEYS if key in record} for record in records]
     steps = [record for record in every if "grad_norm" in record]
     if not steps:
         return {}
