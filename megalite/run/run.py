@@ -83,7 +83,7 @@ class Run:
         config, place = self.config, self._place
         require_backend(config.optimizer)
         choose_kernels(config.kernels)
-        if place.rank == 0 and config.reporting.services:
+        if config.reporting.services:
             entry_point("require_libraries")(config.reporting)
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
