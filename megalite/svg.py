@@ -159,7 +159,7 @@ class Axis:
 
 def round_step(least: float) -> float:
     """Return the smallest number that is at least `least`, and 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(least))
+    power = 10.0 ** max(math.floor(math.log10(least)), -300)  # a smaller one is 0
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 

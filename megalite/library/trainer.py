@@ -418,10 +418,8 @@ class Trainer(TokenMethods):
         """Finish the training to a given step."""
         assert self._loop is not None
         self._loop.finish()
-        display = self._loop.display
-        self._run.finish(display, self.iteration)
+        self._run.finish(self._loop.display, self.iteration)
         self._close_loop()
-        self._run.report(display)
 
     def _close_loop(self) -> None:
         self._last_record, self._loop = self.last_record, None

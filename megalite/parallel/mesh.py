@@ -22,7 +22,6 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 WORLD = "world"
 """Name under which the communication of all ranks with each other is counted."""
 Kind = Literal["group", "link"]
-_COUNTED_AS = {"edp": "dp", "etp": "tp"}
 _RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "send": 2, "receive": 0}
 """Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A message has 2 ranks: all of it is sent."""
 
@@ -145,8 +144,10 @@ class ParallelMesh:
         self._sizes = self._all_sizes = sizes | expert_sizes
         self._starts = dict.fromkeys(self._sizes, 0)
         self.waits, self.traffic = WaitTimer(), Traffic()
-        counted = (*(axis for axis in ("tp", "cp", "ep", "pp", "dp") if self._sizes[axis] > 1), WORLD)
-        for axis in counted if world_size > 1 else ():
+        several = (axis for axis in ("tp", "cp", "ep", "pp", "dp") if self._sizes[axis] > 1)
+        self.counted: tuple[str, ...] = (*several, WORLD) if world_size > 1 else ()
+        """Axes under which communication is counted: the same on all ranks."""
+        for axis in self.counted:
             self.waits.by_axis[axis], self.traffic.by_axis[axis] = 0.0, 0
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
@@ -240,13 +241,14 @@ class ParallelMesh:
     def group(self, *axes: str) -> Group:
         """Return the group along `axes`. All members must request their groups in the same order.
 
-        Its communication is counted under the outermost of the axes that have several ranks, with the data-parallel
-        and tensor-parallel axes of experts as dp and tp, and that of all dense axes under `WORLD`.
+        Its communication is counted as that of `group_of`, but for the expert-parallel ranks' under ep, and that of all
+        ranks under `WORLD`.
         """
         if axes not in self._by_axes:
-            long = [axis for axis in (*DENSE_AXES, *EXPERT_AXES) if axis in axes and self._sizes[axis] > 1]
-            axis = WORLD if set(axes) == set(DENSE_AXES) or not long else _COUNTED_AS.get(long[0], long[0])
-            self._by_axes[axes] = replace(self.group_of(self.ranks(*axes)), axis=axis)
+            group, long = self.group_of(self.ranks(*axes)), [axis for axis in EXPERT_AXES if axis in axes]
+            outermost = next((axis for axis in long if self._sizes[axis] > 1), None)
+            axis = WORLD if set(axes) == set(DENSE_AXES) else "ep" if outermost == "ep" else group.axis
+            self._by_axes[axes] = replace(group, axis=axis)
         return self._by_axes[axes]
 
     def world(self) -> Group:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ _KEYS = (
     *("wall_time", "iteration_time_s", "data_time_s", "evaluation_time_s", "save_time_s", "start_time_s"),
 )
 """Figures that the summary takes: a long run has millions of others."""
+SHORT = 2**24
+"""Bytes of a file of records, some 20,000 steps."""
 
 
 def end_summary(records: Iterable[Record], predicted: str = "") -> dict[str, str]:
@@ -48,6 +50,11 @@ def end_summary(records: Iterable[Record], predicted: str = "") -> dict[str, str
     return lines | {"memory": _memory(steps, predicted)}
 
 
+def is_short(path: AnyPath) -> bool:
+    """Tell whether a file of records is read in a second or so."""
+    return path.stat().st_size < SHORT
+
+
 def what_next(directory: AnyPath | None, *, finished: bool, generates: bool) -> dict[str, str]:
     """Return the commands that go on from a run. `generates`: it has trained a language model."""
     if directory is None:
@@ -69,7 +76,7 @@ def _shares(spent: Mapping[str, float]) -> str:
     return ", ".join(f"{cause} {share:.1%}" for share, cause in shown if share >= 0.0005)
 
 
-def _speed(steps: list[Record]) -> str:
+def _speed(steps: Sequence[Record]) -> str:
     """Return the items per second over the time of all steps, and the mean utilization over the same time."""
     name = "tokens_per_second" if "tokens_per_second" in steps[0] else "samples_per_second"
     seconds = sum(step["iteration_time_s"] for step in steps)
@@ -81,7 +88,7 @@ def _speed(steps: list[Record]) -> str:
     return f"{text}, MFU {sum(mfu * time for mfu, time in used) / (sum(time for _, time in used) or 1.0):.1%}"
 
 
-def _loss(records: list[Record], last: Record) -> str:
+def _loss(records: Sequence[Record], last: Record) -> str:
     name = "lm_loss" if "lm_loss" in last else "loss"
     parts = [f"{float(last[name]):.4f} in the last step"] if name in last else []
     evaluated = [(float(record["valid_loss"]), record["iteration"]) for record in records if "valid_loss" in record]
@@ -93,7 +100,7 @@ def _loss(records: list[Record], last: Record) -> str:
     return ", ".join(parts) or "has another name"
 
 
-def _memory(steps: list[Record], predicted: str) -> str:
+def _memory(steps: Sequence[Record], predicted: str) -> str:
     """Return the peak over ranks of the last record that has it, or that of rank 0 if that is more or alone."""
     peak, rank = max(step["peak_memory_bytes"] for step in steps), 0
     gathered = [step for step in steps if "peak_memory_bytes/max" in step]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -192,15 +192,13 @@ class Run:
             self.begin(display)
             if trainer is not None:
                 code = self.loop(trainer, display).run()
-                if code != EXIT_FINISHED:
-                    self._show_end(display, "stopped")
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
                 display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
             if code == EXIT_FINISHED:
                 self.finish(display, self.last)
-            self.report(display)
+            self._show_end(display, finished=code == EXIT_FINISHED)
         return code
 
     def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
@@ -223,32 +221,26 @@ class Run:
             if self.mesh.rank == 0:
                 write_atomically(self.directory / "DONE", f"{last}\n".encode())
             display.message(f"everything is in {self.directory}")
-        self._show_end(display, "finished")
 
-    def _show_end(self, display: Display, how: str) -> None:
-        """Show what the run has done, from its records, and what may follow. Rank 0 reads them."""
+    def _show_end(self, display: Display, *, finished: bool) -> None:
+        """Show what the run has done, from its records, and what may follow; write the report of one that is finished.
+
+        Rank 0 does. A run that was asked to stop may have seconds left: a long file is not read then.
+        """
         if self.mesh.rank != 0 or self._loop is None or self._loop.metrics is None:
             return
-        from megalite.run.end import end_summary, what_next  # no step needs them
+        from megalite.run.end import end_summary, is_short, what_next  # no step needs them
 
         path, lines = metrics_path(self.config, self.directory), {}
-        with suppress(OSError, ValueError, TypeError, KeyError):  # somebody else has changed the file
-            records = [self._loop.metrics.record()] if path is None else read_records(path)
+        with suppress(Exception):  # somebody else may have changed the file, and what has trained must not fail here
+            records: Iterable[Mapping[str, Any]] = [self._loop.metrics.record()]
+            if path is not None and (finished or is_short(path)):
+                records = read_records(path)
             lines = end_summary(records, self._predicted)
-        generates = self.task.tokens_per_sample is not None
-        lines |= what_next(self.directory, finished=how == "finished", generates=generates)
-        display.summary(how, lines)
-
-    def report(self, display: Display) -> None:
-        """Write the report of a run that has trained, finished or stopped, into its directory. Rank 0 writes."""
-        metrics = metrics_path(self.config, self.directory)
-        if (
-            self.config.logging.report
-            and self.mesh.rank == 0
-            and self.directory is not None
-            and self.trainer is not None
-        ):
-            display.message(entry_point("report_at_end")(self.directory, metrics))
+        lines |= what_next(self.directory, finished=finished, generates=self.task.tokens_per_sample is not None)
+        display.summary("finished" if finished else "stopped", lines)
+        if finished and self.directory is not None and self.config.logging.report:
+            display.message(entry_point("report_at_end")(self.directory, path))
 
     def begin(self, display: Display) -> None:
         """Show how the run begins, once, and record that it is not finished. Called by all ranks together."""

@@ -85,7 +85,7 @@ def _largest(name: str, of_ranks: Sequence[float]) -> dict[str, float]:
 
 def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) -> Timing:
     """Gather the seconds per step of each rank, over `steps` steps, and its memory. Called by all ranks together."""
-    axes = tuple(mesh.waits.by_axis)
+    axes = mesh.counted
     own = [seconds.get(name, 0.0) / steps for name in (*OF_A_STEP, *map(waiting_on, axes))]
     numbers = torch.tensor([[*own, peak_memory_bytes(mesh.device)]], dtype=torch.float64)
     columns = collectives.all_gather(numbers.to(mesh.device), mesh.world()).t().tolist()

@@ -95,6 +95,16 @@ def waits_for(slow: int, flags: str) -> dict[str, float]:
     return gather_timing(sections.take(), 1, mesh).figures()
 
 
+def test_ranks_with_and_without_experts_gather_the_same_axes(rank_pools: RankPools) -> None:
+    """Stages with experts communicate over groups that others never make."""
+    flags = "--pp 2 --cp 2 --num-experts 4 --moe-layer-freq [0,1] --etp 2 --moe-router-topk 1"
+    figures, *others = rank_pools(4).run(waits_for, 4, f"{flags} --moe-router-pre-softmax {UNTIED}")
+    assert all(each == figures for each in others)
+    assert {key for key in figures if key.startswith("wait_s/") and key.count("/") == 1} == {
+        "wait_s/cp", "wait_s/pp", "wait_s/world",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ranks", "axis", "flags"), [(3, "pp", f"--num-layers 3 --pp 3 {UNTIED}"), (2, "dp", ""), (2, "tp", "--tp 2")]
 )

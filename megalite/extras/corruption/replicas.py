@@ -101,6 +101,7 @@ def uncounted(mesh: ParallelMesh) -> Iterator[None]:
     """Leave the block's messages out of the bytes of a step, which are those of its training."""
     sent = dict(mesh.traffic.by_axis)
     yield
+    mesh.traffic.by_axis.clear()
     mesh.traffic.by_axis.update(sent)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from io import BytesIO
 
-from megalite.errors import MegaliteError
 from megalite.extras.report.charts import Chart, charts
 from megalite.extras.report.page import page
 from megalite.extras.report.pictures import COLOURS, picture
@@ -21,7 +20,7 @@ def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:
     """
     try:
         return _write(directory, metrics)
-    except (OSError, ValueError, ArithmeticError, MegaliteError) as error:
+    except Exception as error:  # also a defect of a library that draws
         return f"WARNING: the report could not be written ({error}). megalite-report {directory} writes it"
 
 
@@ -51,10 +50,12 @@ def loss_png(chart: Chart) -> bytes | None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for line, colour in zip(chart.lines, COLOURS, strict=False):
-        axes.plot(line.places["steps"], line.values, color=colour, alpha=0.4 if line.trend else 1.0, label=line.words)
+        label = line.words.replace("$", r"\$")  # a formula would begin there
+        alpha = 0.4 if line.trend else 1.0
+        axes.plot(line.places["steps"], line.values, color=colour, alpha=alpha, label=label)
         if line.trend:
             axes.plot(line.trend_places["steps"], line.trend, color=colour, linewidth=2)
-    axes.set(title=chart.title, xlabel="steps")
+    axes.set(title=chart.title.replace("$", r"\$"), xlabel="steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     data = BytesIO()

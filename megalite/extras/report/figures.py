@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.extras.report.recorded import Recorded
+from megalite.extras.report.recorded import Recorded, Table
 from megalite.process.output import printable
 
 RECENT = 0.02
@@ -19,7 +19,7 @@ MARKS = {
     SKIPPED: "a step was skipped",
     NOT_FINITE: "the loss was not finite",
     DECIDED: "a decision of the ledger",
-    SAVED: "a checkpoint was saved",
+    SAVED: "time went into a save, or a copy in memory",
 }
 """Kinds of marks on the curves, and what they say."""
 
@@ -53,9 +53,9 @@ def facts(run: Recorded) -> dict[str, float | int | str | None]:
         "consumed_tokens": steps.last("consumed_tokens"),
         "seconds": sum(run.spent.values()) or None,
         "seconds_in_steps": total(steps.values("iteration_time_s")) if len(steps) else None,
-        "tokens_per_second": median(steps.values("tokens_per_second")),
-        "samples_per_second": median(steps.values("samples_per_second")),
-        "mfu": median(steps.values("mfu")),
+        "tokens_per_second": in_the_mean(steps, "tokens_per_second"),
+        "samples_per_second": in_the_mean(steps, "samples_per_second"),
+        "mfu": in_the_mean(steps, "mfu"),
         "peak_memory_bytes": max(
             (*steps.values("peak_memory_bytes"), *steps.values("peak_memory_bytes/max")), default=None
         ),
@@ -73,9 +73,9 @@ def state(run: Recorded) -> str:
     if not len(run.steps):
         return "empty"
     losses = run.steps.values(run.loss)
-    if losses and not math.isfinite(losses[-1]):
-        return "diverged"
-    return "finished" if run.finished else "unfinished"
+    if run.finished:
+        return "finished"
+    return "diverged" if losses and not math.isfinite(losses[-1]) else "unfinished"
 
 
 def planned_steps(run: Recorded) -> int | None:
@@ -110,6 +110,14 @@ def total(values: Sequence[float]) -> float:
     return sum(value for value in values if math.isfinite(value))
 
 
+def in_the_mean(steps: Table, key: str) -> float | None:
+    """Return the mean of a figure over the time of the steps that have it; None if none has it."""
+    times = dict(steps.pairs("iteration_time_s"))
+    pairs = [(value, times.get(step, 0.0)) for step, value in steps.pairs(key) if math.isfinite(value)]
+    whole = sum(time for _, time in pairs)
+    return sum(value * time for value, time in pairs) / whole if whole > 0 else None
+
+
 def best_validation(run: Recorded) -> tuple[int, float] | None:
     """Return the step with the least validation loss, and this loss; None if there is none."""
     finite = [(loss, step) for step, loss in run.validation.pairs("valid_loss") if math.isfinite(loss)]
@@ -131,8 +139,13 @@ def marks(run: Recorded) -> list[Mark]:
     found += [
         Mark(step, NOT_FINITE, "loss not finite") for step, loss in run.steps.pairs(run.loss) if not math.isfinite(loss)
     ]
-    found += [Mark(step - 1, SAVED, f"saved in {value:.3g} s") for step, value in run.steps.pairs("save_time_s")]
-    found += [Mark(step, RESTARTED, "started again") for step, _ in run.steps.pairs("start_time_s")][1:]
+    found += [
+        Mark(step - 1, SAVED, f"{value:.3g} s of a save, or of a copy in memory")
+        for step, value in run.steps.pairs("save_time_s")
+    ]
+    starts = sorted(step for table in (run.steps, run.validation, run.test) for step, _ in table.pairs("start_time_s"))
+    first = run.steps.steps[:1].tolist()
+    found += [Mark(step, RESTARTED, "started again") for step in starts if [step] != first]
     found += [Mark(each["step"], DECIDED, _decision(each)) for each in run.decisions]
     return sorted(found, key=lambda mark: mark.step)
 

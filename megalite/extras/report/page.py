@@ -47,7 +47,7 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
                 "findings": findings(run),
                 "seconds": run.spent,
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
-                "config": run.config,
+                "config": flat(run.config),
             }
             for run in runs
         ],

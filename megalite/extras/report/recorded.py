@@ -17,7 +17,7 @@ import yaml
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import read_small_file, reason
-from megalite.storage import AnyPath, open_directory
+from megalite.storage import AnyPath, open_directory, without_credentials
 from megalite.training.goodput import seconds_by_cause
 from megalite.training.metrics import open_lines, parsed_lines
 
@@ -159,7 +159,7 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     loss, spent = _read_metrics(metrics, tables, problems)
     return Recorded(
         name=(given if isinstance(given, Path) else Path(given.name)).absolute().name or place,
-        place=place,
+        place=without_credentials(place),
         **tables,
         loss=loss,
         spent=spent,
@@ -237,7 +237,7 @@ def _read_config(path: AnyPath, problems: list[str]) -> Mapping[str, Any]:
     """Return the configuration by section, whatever version has written it; empty if there is none."""
     try:
         text = (read_small_file(path) if isinstance(path, Path) else path.read_bytes()).decode()
-        found = LimitedLoader(text).get_single_data()
+        found = LimitedLoader(without_credentials(text)).get_single_data()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError, CheckpointError, RecursionError) as error:
@@ -274,4 +274,9 @@ def flat(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):  # a key of another kind, or a list within itself
+        return str(value)

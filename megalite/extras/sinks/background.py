@@ -21,7 +21,7 @@ QUEUE = 1000
 """Most records that wait for a service."""
 PATIENCE_S = 120.0
 """Longest call of a service. One that takes longer hangs, and is left out."""
-CLOSE_S = 20.0
+CLOSE_S = 8.0
 """Longest wait at the end of a run for what is not sent yet, of all services together."""
 
 
@@ -38,8 +38,8 @@ class Service(Protocol):
     def send(self, records: Sequence[Record]) -> None:
         """Send records, at least one."""
 
-    def close(self) -> None:
-        """Send what is left, and say that the run has ended."""
+    def close(self, *, ended: bool) -> None:
+        """Send what is left, and say that the run has ended, or, if not `ended`, that it was killed."""
 
 
 class Background:
@@ -69,9 +69,10 @@ class Background:
             for message in worker.news():
                 self._tell(message)
 
-    def close(self) -> None:
-        """Wait until all is sent, for a bounded time."""
+    def close(self, *, ended: bool = True) -> None:
+        """Wait until all is sent, for a bounded time. `ended`: False if the run was killed."""
         for worker in self._workers:
+            worker.ended = ended
             worker.ends.set()
         end = time.monotonic() + self._close_s
         for worker in self._workers:
@@ -85,7 +86,7 @@ class _Worker(threading.Thread):
 
     def __init__(self, service: Service, queue: int, patience_s: float) -> None:
         super().__init__(name=f"sink {service.name}", daemon=True)
-        self.ends = threading.Event()
+        self.ends, self.ended = threading.Event(), True
         self._service, self._patience_s = service, patience_s
         self._queue: deque[Record] = deque(maxlen=queue)
         self._put = self._taken = 0
@@ -106,7 +107,7 @@ class _Worker(threading.Thread):
             while not self.ends.wait(self._service.interval_s):
                 self._send()
             self._send()
-            self._call(self._service.close)
+            self._call(lambda: self._service.close(ended=self.ended))
         except BaseException as error:  # libraries of services even raise SystemExit
             self._error = masked(f"{type(error).__name__}: {error}")
 

@@ -9,8 +9,7 @@ import yaml
 
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
-from megalite.extras.sinks.masking import without_credentials
-from megalite.storage import AnyPath, open_directory
+from megalite.storage import AnyPath, open_directory, without_credentials
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,11 @@ class Description:
     consumed_samples: int
     configuration: str
     world_size: int
+
+    @property
+    def continues(self) -> bool:
+        """True if the run continues one: the names that services have for it are those of its directory."""
+        return self.consumed_samples > 0
 
     @property
     def place(self) -> AnyPath | None:

@@ -42,7 +42,10 @@ def sinks(
     if services:
         where = None if directory is None else str(directory)
         text = configuration_text(config)
-        made.append(ServiceProcess(Description(services, where, consumed_samples, text, world_size), tell))
+        try:
+            made.append(ServiceProcess(Description(services, where, consumed_samples, text, world_size), tell))
+        except OSError as error:  # too many processes, or too little memory
+            tell(f"WARNING: the process of the services of --report-to could not start ({error}): they get nothing")
     return made
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,7 +19,9 @@ from megalite.training.metrics import Value
 
 WAITING = 1 << 20
 """Most bytes that wait for the process, if it does not even read. The newest records are dropped then."""
-_GRACE_S = 5.0
+_GRACE_S = 2.0
+ENDED: Mapping[str, object] = {"ended": True}
+"""Line that says that the run has ended: without it, its process was killed."""
 
 
 class ServiceProcess:
@@ -57,6 +61,10 @@ class ServiceProcess:
             self._dropped += 1
         else:
             self._waiting += json.dumps(line).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        """Write as much of what waits as the pipe takes."""
         try:
             while self._waiting:
                 del self._waiting[: os.write(self._to, self._waiting)]
@@ -79,14 +87,18 @@ class ServiceProcess:
 
     def close(self) -> None:
         """Wait until the process has sent all, for a bounded time, and end it."""
-        process = self._process
-        with suppress(OSError):
-            os.set_blocking(self._to, not self._waiting)
+        process, end = self._process, time.monotonic() + self._close_s + _GRACE_S
+        self._put(ENDED)
+        while self._waiting and not self._over and (left := end - time.monotonic()) > 0:
+            if select.select([], [self._to], [], left)[1]:
+                self._write()
         assert process.stdin is not None
         with suppress(OSError):
             process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(self._close_s + _GRACE_S)
+            process.wait(max(0.0, end - time.monotonic()))
+        if process.poll() not in (0, None) and not self._over:
+            self._tell("WARNING: the process of the services of --report-to has failed: they may lack records")
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from megalite.storage import without_credentials
 
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+@")
 _LONGEST = 300
-
-
-def without_credentials(text: str) -> str:
-    """Return the text without what stands before the host in a URL: a user's name and password, or keys."""
-    return _CREDENTIALS.sub("", text)
 
 
 def masked(text: str) -> str:

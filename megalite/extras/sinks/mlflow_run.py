@@ -45,7 +45,7 @@ class MLflowRun:
 
         description, place = self._description, self._description.place
         self._client = client = MlflowClient()
-        name = kept_name(place, self.name)
+        name = kept_name(place, self.name) if description.continues else None
         if name is not None:
             with suppress(MlflowException):  # it was deleted, or is at another server
                 tags = client.get_run(name).data.tags
@@ -85,6 +85,6 @@ class MLflowRun:
             now = int(time.time() * 1000)
             yield from (Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in points.items())
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._run)
+    def close(self, *, ended: bool) -> None:
+        """Mark the run as finished, or as failed if it was killed."""
+        self._client.set_terminated(self._run, status="FINISHED" if ended else "FAILED")

@@ -115,6 +115,6 @@ class OpenTelemetryMeter:
             self._instruments[name] = getattr(meter, create)(name, unit)
         return self._instruments[name]
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         """Export what is left."""
         self._provider.shutdown(_EXPORT_S * 1000)

@@ -16,6 +16,7 @@ from importlib import import_module
 
 from megalite.extras.sinks.background import Background, Service
 from megalite.extras.sinks.description import Description
+from megalite.extras.sinks.link import ENDED
 
 _SERVICES = {
     "wandb": "wandb_run:WandBRun",
@@ -45,8 +46,15 @@ def main() -> None:
     description = Description(**json.loads(sys.stdin.readline()))
     services = [service(name, description) for name in description.wanted]
     background = Background(services, tell, close_s=float(sys.argv[1]))
+    ended = False
     for line in sys.stdin:
-        background.write(json.loads(line))
-    background.close()
+        try:
+            record = json.loads(line)
+        except ValueError:  # rank 0 was killed within a line
+            break
+        ended = record == ENDED
+        if not ended:
+            background.write(record)
+    background.close(ended=ended)
     messages.close()
     os._exit(0)  # not waiting for threads, or for what libraries do at the end

@@ -51,15 +51,15 @@ class PrometheusTextfile:
                 self._values["last_step_timestamp_seconds", ""] = time.time()
                 self._skipped += bool(record["skipped"])
             for key, value in record.items():
-                base, _, part = key.partition("/")
+                base, _, part = (key.replace("/", "_") if key.endswith("_rank") else key).partition("/")
                 if value is not None:
                     name = _COUNTERS.get(base) or _NAMES.get(base, base)
                     self._values[_LABELLED.sub("_", name), part] = float(value)
         self._write()
 
-    def close(self) -> None:
-        """Write that the run is over, for alarms that wait for its next step."""
-        self._values["running", ""] = 0.0
+    def close(self, *, ended: bool) -> None:
+        """Write that the run is over, for alarms that wait for its next step; they find one that was killed."""
+        self._values["running", ""] = 0.0 if ended else 1.0
         self._write()
 
     def _write(self) -> None:

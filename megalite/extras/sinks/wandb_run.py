@@ -34,7 +34,7 @@ class WandBRun:
         import wandb
 
         description, place = self._description, self._description.place
-        name = kept_name(place, self.name) or secrets.token_hex(8)
+        name = (description.continues and kept_name(place, self.name)) or secrets.token_hex(8)
         keep_name(place, self.name, name)
         folder = description.option("wandb_save_dir") or (place / "wandb" if isinstance(place, Path) else None)
         if folder is not None:
@@ -62,6 +62,6 @@ class WandBRun:
         for record in records:
             self._run.log(self._curves.of(record), step=cast(int, record["iteration"]))
 
-    def close(self) -> None:
+    def close(self, *, ended: bool) -> None:
         """Wait until all is uploaded."""
-        self._run.finish()
+        self._run.finish(exit_code=0 if ended else 1)

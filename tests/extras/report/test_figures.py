@@ -55,7 +55,7 @@ def test_facts(tmp_path: Path) -> None:
         "seconds_in_steps": 8.0,
         "tokens_per_second": 500.0,
         "samples_per_second": None,
-        "mfu": 0.25,
+        "mfu": 0.3125,  # as its steps take equal times
         "peak_memory_bytes": 1004.0,
         "skipped_steps": 0,
         "steps_without_finite_loss": 0,

@@ -194,6 +194,50 @@ def test_a_run_leaves_its_report(tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "run" / "loss.svg")
 
 
+def test_what_the_records_have_does_not_fail_a_run_that_has_trained(tmp_path: Path) -> None:
+    """A line that others have changed, and that a resume keeps, must change no exit code."""
+    flags = [*MOCK, *GPT2, "--save", tmp_path / "run", "--report", "--resume", "auto"]
+    with Job([PRETRAIN, *flags, "--train-iters", "2"], 1, tmp_path / "job1") as job:
+        ended(job)
+    path = tmp_path / "run" / "metrics.jsonl"
+    first, *others = [json.loads(line) for line in path.read_text().splitlines()]
+    first |= {"wall_time": 1e300, "tokens_per_second": 10**400, "peak_memory_bytes": "Infinity"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *others)))
+    with Job([PRETRAIN, *flags, "--train-iters", "3"], 1, tmp_path / "job2") as job:
+        assert "finished after step 3" in ended(job).stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "config"),
+    [
+        ([step(number, grad_norm=number * 5e-324) for number in range(1, 9)], "a: 1\n"),
+        ([step(1), step(2)], "a: {f: {2020-01-01: x}}\n"),
+        ([step(1), step(2)], "a: &a [*a]\n"),
+    ],
+    ids=["tiny", "date", "circle"],
+)
+def test_odd_runs_have_a_report(lines: list[dict[str, Any]], config: str, tmp_path: Path) -> None:
+    run = read_run(str(write_run(tmp_path, lines, config=config)))
+    assert is_inert(page([run]))
+    json.dumps(document([run]))
+    assert report_at_end(tmp_path).endswith("with loss.svg and loss.png")
+
+
+def test_formulas_in_names_are_text(tmp_path: Path) -> None:
+    lines = [{(r"a$\x$_loss" if key == "lm_loss" else key): value for key, value in step(n).items()} for n in (1, 2)]
+    write_run(tmp_path, lines)
+    assert report_at_end(tmp_path).endswith("with loss.svg and loss.png")
+
+
+def test_credentials_are_not_shown(tmp_path: Path) -> None:
+    config = "data:\n  path: s3://KEY:SEC'RET@bucket/x\n  other: https://host/x?sig=SECRET2&part=2\n"
+    run = read_run(str(write_run(tmp_path, [step(1)], config=config)))
+    for text in (page([run]), json.dumps(document([run]))):
+        assert "RET" not in text
+        assert "s3://bucket/x" in text
+        assert "part=2" in text
+
+
 def test_without_matplotlib_a_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run_of(tmp_path)

@@ -10,14 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config.parse import parse_arguments
 from megalite.config.reporting import ReportingConfig
+from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.sinks import libraries
 from megalite.extras.sinks.background import Background, Record
 from megalite.extras.sinks.description import Description
+from megalite.extras.sinks.from_flags import sinks
 from megalite.extras.sinks.identity import keep_name, kept_name
 from megalite.extras.sinks.link import ServiceProcess
 from megalite.extras.sinks.masking import masked
+from tests.end_to_end.runs import GPT2, MOCK
 from tests.extras.sinks.records import step
 
 
@@ -37,8 +41,8 @@ class Faulty:
         self._on_send(records)
         self.got += [record["iteration"] for record in records]
 
-    def close(self) -> None:
-        self.got.append("close")
+    def close(self, *, ended: bool) -> None:
+        self.got.append("close" if ended else "killed")
 
 
 def raises(_: Sequence[Record]) -> None:
@@ -134,6 +138,44 @@ def test_the_process_passes_on_records_and_messages(tmp_path: Path) -> None:
     assert "a.prom cannot be written" in message
 
 
+def test_all_that_waits_at_the_end_arrives(tmp_path: Path) -> None:
+    """Even what the pipe could not take while the process had not begun to read."""
+    told = list[str]()
+    sink = ServiceProcess(description(tmp_path, "prometheus"), told.append)
+    for iteration in range(1, 301):
+        sink.write(step(iteration, **{f"max_expert_load/layer {number}": 1.0 for number in range(60)}))
+    assert sink._waiting
+    sink.close()
+    assert not told
+    text = (tmp_path / "metrics.prom").read_text()
+    assert 'megalite_iteration{run="' + tmp_path.name + '"} 300.0\n' in text
+    assert "megalite_running{run=" in text
+    assert text.split("megalite_running{")[1].split("\n")[0].endswith(" 0.0")
+
+
+def test_a_run_that_is_killed_has_not_ended(tmp_path: Path) -> None:
+    sink = ServiceProcess(description(tmp_path, "prometheus"), print)
+    sink.write(step(1))
+    assert sink._process.stdin is not None
+    sink._process.stdin.write(b'{"iteration": 2, "gra')
+    sink._process.stdin.close()
+    assert sink._process.wait(30) == 0
+    assert " 1.0" in (tmp_path / "metrics.prom").read_text().split("megalite_running{")[1].split("\n")[0]
+    sink.close()
+
+
+def test_a_process_that_cannot_start_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("megalite.extras.sinks.link.start", full)
+    told = list[str]()
+    flags = [*MOCK, *GPT2, "--train-iters", "1", "--save", str(tmp_path)]
+    config = resolve(parse_arguments(flags).config, 1)
+    assert sinks(config, ("prometheus",), tmp_path, 0, 0, 1, told.append) == []
+    assert "could not start (Resource temporarily unavailable)" in told[0]
+
+
 def test_a_process_that_is_killed_is_told_once() -> None:
     told = list[str]()
     sink = ServiceProcess(description(None), told.append)
@@ -148,7 +190,7 @@ def test_a_process_that_is_killed_is_told_once() -> None:
 
 def test_a_process_that_is_suspended_delays_nothing_and_is_ended() -> None:
     told = list[str]()
-    sink = ServiceProcess(description(None), told.append, close_s=-4.5)
+    sink = ServiceProcess(description(None), told.append, close_s=-1.5)
     sink._process.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     for iteration in range(1, 4001):

@@ -53,7 +53,7 @@ def test_promtool_has_no_complaint_about_the_textfile(tmp_path: Path) -> None:
         f"megalite_running{{{run}}} 1.0",
     ):
         assert f"{line}\n" in text
-    service.close()
+    service.close(ended=True)
     assert f"megalite_running{{{run}}} 0.0\n" in (tmp_path / 'a "run"\\' / "metrics.prom").read_text()
 
 
