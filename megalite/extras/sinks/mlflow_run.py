@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from megalite.extras.sinks.background import Record
@@ -47,12 +46,15 @@ class MLflowRun:
         self._client = client = MlflowClient()
         name = kept_name(place, self.name) if description.continues else None
         if name is not None:
-            with suppress(MlflowException):  # it was deleted, or is at another server
+            try:
                 tags = client.get_run(name).data.tags
                 client.update_run(name, status="RUNNING")
                 self._run = name
                 self._sent = {kind: int(tags.get(tag, 0)) for kind, tag in _SENT.items()}
                 return
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # it was deleted, or is at another server
+                    raise
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megalite")
         found = client.get_experiment_by_name(experiment)
         number = client.create_experiment(experiment) if found is None else found.experiment_id

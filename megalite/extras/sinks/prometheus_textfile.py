@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.atomic_files import write_at_once
+from megalite.errors import FileError
 from megalite.extras.sinks.background import Record
 from megalite.extras.sinks.description import Description
 
+MOST_FAILURES = 600
+"""Writes that may fail one after the other before the file is given up."""
 _COUNTERS = {"consumed_samples": "consumed_samples_total", "consumed_tokens": "consumed_tokens_total"}
 _NAMES = {
     "iteration_time_s": "iteration_time_seconds",
@@ -36,7 +39,7 @@ class PrometheusTextfile:
         self._path = Path(description.option("prometheus_textfile") or f"{folder}/metrics.prom")
         self._run = description.name
         self._values: dict[tuple[str, str], float] = {}
-        self._skipped = 0
+        self._skipped = self._failed = 0
 
     def open(self) -> None:
         """Write the file: the run begins."""
@@ -55,7 +58,13 @@ class PrometheusTextfile:
                 if value is not None:
                     name = _COUNTERS.get(base) or _NAMES.get(base, base)
                     self._values[_LABELLED.sub("_", name), part] = float(value)
-        self._write()
+        try:
+            self._write()
+            self._failed = 0
+        except FileError:  # a disk that is full has space again later
+            self._failed += 1
+            if self._failed > MOST_FAILURES:
+                raise
 
     def close(self, *, ended: bool) -> None:
         """Write that the run is over, for alarms that wait for its next step; they find one that was killed."""

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megalite.errors import FileError
+from megalite.extras.sinks import prometheus_textfile
 from megalite.extras.sinks.description import Description
 from megalite.extras.sinks.prometheus_textfile import PrometheusTextfile
 from tests.extras.sinks.records import evaluation, step
@@ -66,6 +68,24 @@ def test_the_file_is_whole_at_any_time(tmp_path: Path) -> None:
         assert "megalite_iteration" not in old.read()
     assert "megalite_iteration" in path.read_text()
     assert [each.name for each in path.parent.iterdir()] == ["metrics.prom"]
+
+
+def test_writes_that_fail_now_and_then_give_the_file_not_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = textfile(tmp_path)
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    path.rename(moved)
+    path.touch()  # no folder, for a while
+    service.send([step(1)])
+    path.unlink()
+    moved.rename(path)
+    service.send([step(2)])
+    assert "megalite_iteration" in (path / "metrics.prom").read_text()
+    monkeypatch.setattr(prometheus_textfile, "MOST_FAILURES", 1)
+    path.rename(moved)
+    path.touch()
+    service.send([step(3)])
+    with pytest.raises(FileError):
+        service.send([step(4)])
 
 
 @needs_promtool
