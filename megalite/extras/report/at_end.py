@@ -6,7 +6,7 @@ from io import BytesIO
 
 from megalite.extras.report.charts import Chart, charts
 from megalite.extras.report.page import page
-from megalite.extras.report.pictures import COLOURS, picture
+from megalite.extras.report.pictures import COLOURS, look, picture
 from megalite.extras.report.recorded import read_run
 from megalite.storage import AnyPath, write_atomically
 
@@ -27,9 +27,9 @@ def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:
 def _write(directory: AnyPath, metrics: AnyPath | None) -> str:
     """Write the files, of which each is whole or not there, and return a line about them."""
     run = read_run(str(directory), metrics)
-    place = directory / "report.html"
-    write_atomically(place, page([run]).encode())
-    chart = next((each for each in charts([run]) if each.base == run.loss and each.lines), None)
+    place, drawn = directory / "report.html", charts([run])
+    write_atomically(place, page([run], drawn).encode())
+    chart = next((each for each in drawn if each.base == run.loss and each.lines), None)
     if chart is None:
         return f"the report is {place}"
     write_atomically(directory / "loss.svg", picture(chart, "steps").encode())
@@ -49,7 +49,8 @@ def loss_png(chart: Chart) -> bytes | None:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for line, colour in zip(chart.lines, COLOURS, strict=False):
+    for line in chart.lines:
+        colour = COLOURS[look(chart, line)[0]]
         label = line.words.replace("$", r"\$")  # a formula would begin there
         alpha = 0.4 if line.trend else 1.0
         axes.plot(line.places["steps"], line.values, color=colour, alpha=alpha, label=label)

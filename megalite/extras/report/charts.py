@@ -7,13 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megalite.extras.report.figures import (
-    MARKS,
-    Mark,
-    marks,
-    means,
-    thinned,
-)
+from megalite.extras.report.figures import MARKS, Mark, marks, means, thinned
 from megalite.extras.report.recorded import Recorded, Table
 from megalite.process.output import printable
 
@@ -78,7 +72,7 @@ class Chart:
     is_heat_map: bool = False
     marks: tuple[tuple[int, Mark], ...] = ()
     """Events, each with the number of its run."""
-    units: tuple[str, ...] = field(default=("steps",))
+    units: tuple[str, ...] = ("steps",)
 
 
 def charts(runs: Sequence[Recorded]) -> list[Chart]:

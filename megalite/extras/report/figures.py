@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megalite.extras.report.recorded import Recorded, Table
 from megalite.process.output import printable
+from megalite.process.place import consecutive
 
 RECENT = 0.02
 """Share of the steps, the last ones, over which the loss now is a mean."""
@@ -62,9 +63,9 @@ def facts(run: Recorded) -> dict[str, float | int | str | None]:
         "skipped_steps": sum(value > 0 for value in steps.values("skipped")),
         "steps_without_finite_loss": sum(not math.isfinite(value) for value in steps.values(run.loss)),
         "goodput": goodput(run),
-        "restarts": sum(mark.kind == RESTARTED for mark in marks(run)),
+        "restarts": len(restarts(run)),
         "decisions": len(run.decisions),
-        "last_written": max((value for value in (last_time(run),) if value is not None), default=None),
+        "last_written": last_time(run),
     }
 
 
@@ -143,11 +144,16 @@ def marks(run: Recorded) -> list[Mark]:
         Mark(step - 1, SAVED, f"{value:.3g} s of a save, or of a copy in memory")
         for step, value in run.steps.pairs("save_time_s")
     ]
-    starts = sorted(step for table in (run.steps, run.validation, run.test) for step, _ in table.pairs("start_time_s"))
-    first = run.steps.steps[:1].tolist()
-    found += [Mark(step, RESTARTED, "started again") for step in starts if [step] != first]
+    found += [Mark(step, RESTARTED, "started again") for step in restarts(run)]
     found += [Mark(each["step"], DECIDED, _decision(each)) for each in run.decisions]
     return sorted(found, key=lambda mark: mark.step)
+
+
+def restarts(run: Recorded) -> list[int]:
+    """Return the step of the first line after each start but that of the run."""
+    starts = sorted(step for table in (run.steps, run.validation, run.test) for step, _ in table.pairs("start_time_s"))
+    first = run.steps.steps[:1].tolist()
+    return [step for step in starts if [step] != first]
 
 
 def _decision(line: Mapping[str, object]) -> str:
@@ -156,26 +162,9 @@ def _decision(line: Mapping[str, object]) -> str:
 
 def ranges(steps: Sequence[int]) -> str:
     """Return steps as text, ranges in short: "3, 7 to 9"."""
-    parts: list[str] = []
-    for first, last in _runs(steps):
-        parts.append(str(first) if first == last else f"{first} to {last}")
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in consecutive(steps)]
     shown = parts[:8]
     return ", ".join(shown) + (f" and {len(parts) - 8} more" if len(parts) > 8 else "")
-
-
-def _runs(steps: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and last step of each range of steps that follow each other."""
-    first: int | None = None
-    last = 0
-    for step in sorted(set(steps)):
-        if first is None:
-            first = step
-        elif step != last + 1:
-            yield first, last
-            first = step
-        last = step
-    if first is not None:
-        yield first, last
 
 
 def findings(run: Recorded) -> list[str]:
@@ -264,7 +253,6 @@ def thinned(values: array[float], most: int) -> list[int]:
         start, end = part * size // parts, (part + 1) * size // parts
         piece = values[start:end]
         if not math.isfinite(sum(piece)):
-            piece = array("d", (value if math.isfinite(value) else math.nan for value in piece))
             finite = [(value, place) for place, value in enumerate(piece) if math.isfinite(value)]
             if finite:
                 chosen |= {start + min(finite)[1], start + max(finite)[1]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,11 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
     }
 
 
-def page(runs: Sequence[Recorded], now: float | None = None) -> str:
-    """Return the page of runs. `now`: seconds since 1970; None: the time."""
-    now = time.time() if now is None else now
+def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
+    """Return the page of runs. `drawn`: their charts, if they are made already."""
+    now = time.time()
     names = ", ".join(run.name for run in runs)
-    drawn = charts(runs)
+    drawn = charts(runs) if drawn is None else drawn
     units = drawn[0].units if drawn else ()
     moving = [chart for chart in drawn if not _is_constant(chart)]
     body = [
@@ -113,7 +113,7 @@ def _switch(units: Sequence[str]) -> str:
 def _header(runs: Sequence[Recorded], now: float) -> str:
     if len(runs) == 1:
         return _of_one(runs[0], now)
-    shown = [dict(_shown(run)) for run in runs]
+    shown = [dict(_shown(facts(run))) for run in runs]
     keys = list(dict.fromkeys(key for each in shown for key in each))
     rows = [[run.name, *(each.get(key, "") for key in keys)] for run, each in zip(runs, shown, strict=True)]
     parts = [_table(["run", *keys], rows)]
@@ -123,13 +123,11 @@ def _header(runs: Sequence[Recorded], now: float) -> str:
 
 
 def _of_one(run: Recorded, now: float) -> str:
-    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(run))
-    written = facts(run)["last_written"]
-    ago = (
-        ""
-        if not isinstance(written, float)
-        else f" The last line is of {_when(written)}, {_ago(now - written)} before."
-    )
+    found = facts(run)
+    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(found))
+    written, ago = found["last_written"], ""
+    if isinstance(written, float):
+        ago = f" The last line is of {_when(written)}, {duration(max(0.0, now - written))} before."
     return f"<p class='grey'>{_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
 
 
@@ -138,9 +136,8 @@ def _findings(run: Recorded, before: str = "") -> str:
     return f"<ul class='findings'>{found}</ul>" if found else ""
 
 
-def _shown(run: Recorded) -> list[tuple[str, str]]:
+def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str]]:
     """Return names and texts of the facts that a run has."""
-    found = facts(run)
     planned = f" of {found['planned_steps']:,}" if found["planned_steps"] else ""
 
     def number(name: str, form: str = ",.4g") -> str:
@@ -200,10 +197,6 @@ def _when(at: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
     except (OverflowError, ValueError, OSError):
         return "an unknown time"
-
-
-def _ago(seconds: float) -> str:
-    return duration(seconds) if seconds >= 0 else "0 s"
 
 
 def _is_constant(chart: Chart) -> bool:

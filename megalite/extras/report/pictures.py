@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from megalite.extras.report.charts import PARTS, Chart, Line, is_dotted, is_loss
+from megalite.extras.report.charts import MOST_LINES, PARTS, Chart, Line, is_dotted, is_loss
 from megalite.extras.report.figures import DECIDED, NOT_FINITE, RESTARTED, SAVED, SKIPPED, Mark
 from megalite.svg import GREY, PALE, Axis, Picture
 
@@ -66,7 +66,7 @@ def _curves(chart: Chart, unit: str) -> str:
             _draw_mark(svg, mark, across(place), up)
     for line, points in drawn:
         colour, dashes = look(chart, line)
-        shown = [(across(x), up(min(max(y, up.low), up.high))) for x, y in points if not up.logarithmic or y > 0]
+        shown = [(across(x), up(min(max(y, up.low), up.high))) for x, y in points]
         clipped = clipped or any(y > up.high for _, y in points)
         if is_dotted(chart.base) or len(shown) == 1:
             for x, y in shown:
@@ -97,8 +97,7 @@ def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple
     late = [y for x, y in points if x >= low + 0.04 * (high - low)] if is_loss(chart.base) else []
     values = late or [y for _, y in points]
     least, most = min((y for _, y in points), default=0.0), max(values, default=1.0)
-    positive = [y for _, y in points if y > 0]
-    logarithmic = least > 0 and not is_loss(chart.base) and most / least > LOGARITHMIC_FROM and bool(positive)
+    logarithmic = least > 0 and not is_loss(chart.base) and most / least > LOGARITHMIC_FROM
     if most <= least:
         most, least = most + (abs(most) or 1.0) * 0.1, least - (abs(least) or 1.0) * 0.1
     elif not logarithmic:
@@ -109,7 +108,7 @@ def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple
 def _summary(chart: Chart) -> str:
     """Describe a chart to those who do not see it."""
     return "; ".join(
-        f"{line.words}: from {short(line.values[0])} to {short(line.values[-1])}" for line in chart.lines[:8]
+        f"{line.words}: from {short(line.values[0])} to {short(line.values[-1])}" for line in chart.lines[:MOST_LINES]
     )
 
 

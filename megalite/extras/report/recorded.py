@@ -16,8 +16,9 @@ import yaml
 
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.small_files import read_small_file, reason
-from megalite.storage import AnyPath, open_directory, without_credentials
+from megalite.small_files import LARGEST as LARGEST_CONFIG
+from megalite.small_files import reason
+from megalite.storage import AnyPath, open_directory, read_small, without_credentials
 from megalite.training.goodput import seconds_by_cause
 from megalite.training.metrics import open_lines, parsed_lines
 
@@ -236,7 +237,7 @@ def _read_decisions(path: AnyPath, problems: list[str]) -> Iterator[Mapping[str,
 def _read_config(path: AnyPath, problems: list[str]) -> Mapping[str, Any]:
     """Return the configuration by section, whatever version has written it; empty if there is none."""
     try:
-        text = (read_small_file(path) if isinstance(path, Path) else path.read_bytes()).decode()
+        text = read_small(path, largest=LARGEST_CONFIG).decode()
         found = LimitedLoader(without_credentials(text)).get_single_data()
     except FileNotFoundError:
         return {}
