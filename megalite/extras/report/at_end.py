@@ -10,7 +10,7 @@ from megalite.extras.report.pictures import COLOURS, look, picture
 from megalite.extras.report.recorded import read_run
 from megalite.storage import AnyPath, write_atomically
 
-INSTALL = "pip install 'megalite[report]'"
+INSTALL = "pip install matplotlib"
 
 
 def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.extras.report.at_end import report_at_end
+from megalite.extras.report.at_end import loss_png, report_at_end
 from megalite.extras.report.charts import charts, few
 from megalite.extras.report.figures import SAVED, SKIPPED, Mark
 from megalite.extras.report.page import bytes_text, differences, document, duration, page
@@ -223,6 +223,17 @@ def test_odd_runs_have_a_report(lines: list[dict[str, Any]], config: str, tmp_pa
     assert report_at_end(tmp_path).endswith("with loss.svg and loss.png")
 
 
+def test_more_losses_than_colours_are_all_in_the_picture(tmp_path: Path) -> None:
+    lines = [step(number, **{f"lm_loss/{name}": 4.0 + name for name in range(12)}) for number in (1, 2, 3)]
+    chart = charts([read_run(str(write_run(tmp_path, lines)))])[0]
+    drawn: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.axes.Axes.plot", lambda *_, label, **__: drawn.append(label))
+        patch.setattr("matplotlib.axes.Axes.legend", lambda *_, **__: None)
+        assert loss_png(chart)
+    assert len(drawn) == 13
+
+
 def test_formulas_in_names_are_text(tmp_path: Path) -> None:
     lines = [{(r"a$\x$_loss" if key == "lm_loss" else key): value for key, value in step(n).items()} for n in (1, 2)]
     write_run(tmp_path, lines)
@@ -242,8 +253,7 @@ def test_without_matplotlib_a_note_says_so(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run_of(tmp_path)
     assert report_at_end(tmp_path) == (
-        f"the report is {tmp_path / 'report.html'}, with loss.svg; loss.png needs matplotlib: pip install "
-        "'megalite[report]'"
+        f"the report is {tmp_path / 'report.html'}, with loss.svg; loss.png needs matplotlib: pip install matplotlib"
     )
 
 
