@@ -8,6 +8,7 @@
 #               WIDEST= leaves out the widest, which `make test` has
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
+# make test-report  the report in a browser (chromium), and records in the services that read them; TURN=1/2 takes half
 # make mutants  that each of the planted faults fails a test; TURN=2/8 takes the second of eight shares
 # make oracles  environments of other Pythons and torches, kept for all clones; NAMES="oldest newest" makes some of them
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
@@ -43,8 +44,8 @@ REPORT ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: setup train check test test-all test-extras test-wide test-bits test-slurm mutants oracles compile-kernels fuzz \
-	flakes kills lint docs
+.PHONY: setup train check test test-all test-extras test-wide test-bits test-slurm test-report mutants oracles \
+	compile-kernels fuzz flakes kills lint docs
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 # The torch of the whole suite. pyproject.toml has the range, of which `make oracles` tries both ends.
@@ -53,7 +54,9 @@ COMMIT = $(shell git rev-parse HEAD)
 # Commits of main take turns, so that any four in a row run all of what takes turns.
 TURN_OF_COMMIT = $(shell expr $$(git rev-list --count --first-parent HEAD) % 8 + 1)/8
 OF_TURN = $(if $(WHOLE),,TURN=$(TURN_OF_COMMIT))
+OF_HALF = $(if $(WHOLE),,TURN=$(shell expr $$(git rev-list --count --first-parent HEAD) % 2 + 1)/2)
 SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
+CHROMIUM = $(shell command -v chromium)
 PYTEST = .venv/bin/python -m pytest
 # The files of tests/distributed and tests/end_to_end are the longest, and first by name: so no long one is the last.
 SHARED = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20 $(PYTEST_ARGUMENTS)
@@ -73,6 +76,10 @@ setup: .venv/installed
 	@$(PIP) --no-deps megatron-core==0.16.1 # an oracle of the tests; its dependencies are for what they do not use
 	@touch $@
 
+.venv/installed-sinks: .venv/installed-test
+	@$(PIP) --constraint tests/constraints.txt --editable '.[sinks]'
+	@touch $@
+
 train: .venv/installed
 	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
 
@@ -80,16 +87,16 @@ check: lint
 	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._](extras\.)?$(ROOM)\b)' tests/unit/test_*.py; \
 		$(if $(ROOM),ls -d tests/extras/$(ROOM) 2>/dev/null)); \
 		[ -n "$$files" ] || { echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
-		$(PYTEST) $(SHARED) -m 'not wide and not slow$(if $(ROOM),, and not costly)' $$files
+		$(PYTEST) $(SHARED) -m 'not wide and not slow and not report$(if $(ROOM),, and not costly)' $$files
 
 test: .venv/installed-test
 	$(PYTEST) $(SHARED)
 
 test-extras: .venv/installed-test
-	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow' tests/extras
+	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow and not report' tests/extras
 
 test-wide: .venv/installed-test
-	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow' --ignore=tests/fuzz
+	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow and not report' --ignore=tests/fuzz
 
 test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
@@ -98,14 +105,18 @@ test-bits: .venv/installed-test
 test-all:
 	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '4 test-extras' '5 test-wide $(OF_TURN)' \
 		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
-		$(if $(SLURM),'3 test-slurm $(OF_TURN)') '0.5 train STEPS=20'
+		$(if $(SLURM),'3 test-slurm $(OF_TURN)') $(if $(CHROMIUM),'1.5 test-report $(OF_HALF)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
+	@$(if $(CHROMIUM),,echo "NOT RUN: test-report, which needs chromium (.ci/run installs it)")
 	@for program in mpirun.openmpi mpiexec.hydra; do command -v $$program >/dev/null || \
 		echo "NOT RUN: ranks under $$program, which is not installed (.ci/run installs it)"; done
 
 test-slurm: .venv/installed-test
 	$(PYTEST) -m slurm tests/slurm $(PYTEST_TURN) --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 \
 		$(PYTEST_ARGUMENTS)
+
+test-report: .venv/installed-sinks
+	$(PYTEST) -m report tests/extras $(PYTEST_TURN) --numprocesses=2 --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
 
 oracles: .venv/installed-test
 	.venv/bin/python -m tests.environments $(if $(TURN),--turn $(TURN)) $(NAMES)

@@ -8,7 +8,7 @@ setup(
     packages=find_packages(".", include=["megalite", "megalite.*"]) + find_packages("kernels"),
     package_dir={"megalite_kernels": "kernels/megalite_kernels"},
     package_data={
-        "megalite": ["py.typed", "**/*.toml"],
+        "megalite": ["py.typed", "**/*.toml", "**/*.css"],
         "megalite_kernels": ["py.typed"],
     },
 )

@@ -129,13 +129,13 @@ def measure(system: str, ranks: int, trials: int, seed: int, folder: Path, micro
 
 
 def _steps(folder: Path) -> dict[str, Any] | None:
-    """Return the median time of a step of megalite, and the numbers of micro-batches that were kept of some."""
-    found = list(folder.rglob("metrics.jsonl"))
-    if not found:
+    """Return the median time of a step, and the numbers of micro-batches that were kept of some, if told."""
+    records = [json.loads(line) for path in folder.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
+    times = [record["iteration_time_s"] for record in records if "iteration_time_s" in record]
+    if not times:
         return None
-    records = [json.loads(line) for line in found[0].read_text().splitlines()]
     kept = [record["kept_micro_batches"] for record in records if "kept_micro_batches" in record]
-    return {"median_s": statistics.median(record["iteration_time_s"] for record in records), "kept": kept}
+    return {"median_s": statistics.median(times), "kept": kept}
 
 
 def goodput(restart: float) -> dict[str, float]:

@@ -58,7 +58,7 @@ def serve(rank: int, port: int, watched: bool, connections: list[Connection]) ->
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = ParallelMesh(rank=rank, world_size=2)
-    sections = Sections(lambda: mesh.waits.seconds)
+    sections = Sections(mesh.waits.by_axis)
     mailbox = default_mailbox()
     watchdog = Watchdog(sections, Limits(), report, Place(rank, rank, 2), mailbox=mailbox)
     section = sections if watched else lambda name: nullcontext()

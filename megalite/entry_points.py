@@ -19,7 +19,10 @@ _ENTRY_POINTS = {
     "run_warm": "megalite.extras.recovery.launched:run_warm",
     "run_program_warm": "megalite.extras.recovery.launched:run_program_warm",
     "generation": "megalite.extras.recovery.generation:generation",
+    "sinks": "megalite.extras.sinks.from_flags:sinks",
+    "require_libraries": "megalite.extras.sinks.libraries:require_libraries",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
+    "report_at_end": "megalite.extras.report.at_end:report_at_end",
     "replan": "megalite.extras.planner.replan:replan",
 }
 

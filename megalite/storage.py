@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +23,15 @@ from megalite.small_files import MIB, read_small_file
 
 BUFFER = 1 << 18
 """Size of the write buffer of a file in bytes, so that small tensors are written together."""
+
+
+_CREDENTIALS = re.compile(r"(?<=://)\S*@")
+_SECRETS = re.compile(r"(?i)([?&][^=&\s]*(?:sig|token|key|secret|password|credential)[^=&\s]*=)[^&\s]+")
+
+
+def without_credentials(text: str) -> str:
+    """Return a text that may leave the machine: its URLs without names, passwords, keys and signatures."""
+    return _SECRETS.sub(r"\1...", _CREDENTIALS.sub("", text))
 
 
 def open_directory(place: str) -> AnyPath:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from xml.etree.ElementTree import Element, SubElement, tostring
@@ -33,11 +33,13 @@ class Picture:
     have the class ink and the background the class paper, for a `style` that has other colours for them.
     """
 
-    def __init__(self, title: str, width: float, height: float, summary: str = "", style: str = "") -> None:
-        """Begin a picture. `summary` describes it to those who do not see it."""
+    def __init__(
+        self, title: str, width: float, height: float, summary: str = "", style: str = "", top: float = 0.0
+    ) -> None:
+        """Begin a picture, whose upper edge is at y = `top`. `summary` describes it to those who do not see it."""
         size = {"width": number(width), "height": number(height)}
         self._root = Element("svg", xmlns="http://www.w3.org/2000/svg", attrib=size)
-        self._root.attrib |= {"viewBox": f"0 0 {size['width']} {size['height']}", "role": "img"}
+        self._root.attrib |= {"viewBox": f"0 {number(top)} {size['width']} {size['height']}", "role": "img"}
         self._root.attrib |= {"aria-label": title, "font-size": "12"}
         self._root.set("font-family", "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif")
         self.add("title", title)
@@ -45,7 +47,7 @@ class Picture:
             self.add("desc", summary)
         if style:
             self.add("style", style)
-        self.add("rect", width="100%", height="100%", fill="#ffffff", class_="paper")
+        self.add("rect", y=top, width="100%", height="100%", fill="#ffffff", class_="paper")
 
     def __str__(self) -> str:
         return tostring(self._root, encoding="unicode")
@@ -109,13 +111,23 @@ class Picture:
             self.write(words, x + 6, y + 11)
             x += 24 + DIGIT * len(words)
 
-    def axes(self, across: Axis, up: Axis, marks: Sequence[Iterable[float]], words: tuple[str, str]) -> None:
-        """Draw two axes, with marks across and up, and the words for both: below the one, and above the other."""
-        self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY)
+    def axes(
+        self,
+        across: Axis,
+        up: Axis,
+        marks: Sequence[Iterable[float]],
+        words: tuple[str, str],
+        texts: tuple[Callable[[float], str], Callable[[float], str]] = ("{:g}".format, "{:g}".format),
+    ) -> None:
+        """Draw two axes, with marks across and up, and the words for both: below the one, and above the other.
+
+        `texts` return the words of a mark across and up.
+        """
+        self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY, class_="axis")
         for value in marks[0]:
-            self.write(f"{value:g}", across(value), up.start + 16, "middle", GREY)
+            self.write(texts[0](value), across(value), up.start + 16, "middle", GREY)
         for value in marks[1]:
-            self.write(f"{value:g}", across.start - 6, up(value) + 4, "end", GREY)
+            self.write(texts[1](value), across.start - 6, up(value) + 4, "end", GREY)
         self.write(words[0], (across.start + across.end) / 2, up.start + 36, "middle", GREY)
         self.write(words[1], across.start - 30, up.end - 12, colour=GREY)
 
@@ -147,7 +159,7 @@ class Axis:
 
 def round_step(least: float) -> float:
     """Return the smallest number that is at least `least`, and 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(least))
+    power = 10.0 ** max(math.floor(math.log10(least)), -300)  # a smaller one is 0
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
 

@@ -106,7 +106,7 @@ class Environment:
             SystemExit: one failed.
         """
         pytest = [self.interpreter, "-m", "pytest", "--numprocesses=2", "--dist=load", "--durations=5"]
-        command = [*pytest, "-m", "not slow and not slurm", *TESTED]
+        command = [*pytest, "-m", "not slow and not slurm and not report", *TESTED]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             sys.exit(f"oracles: tests fail with Python {self.python or 'of the project'} and torch {self.torch}")
 

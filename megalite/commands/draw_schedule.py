@@ -103,9 +103,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
     times = [1.0 if (time := getattr(arguments, flag)) is None else time for flag in TIMES.split()]
     duration = durations(*times) if measured is None else measured_durations(measured, stages)
     spans = simulate(stages, orders, duration, arguments.transfer or 0.0)
-    chunks = f" × {stages.chunks} chunks" if stages.chunks > 1 else ""
-    title = f"{name}: {stages.ranks} ranks{chunks}, {micro_batches} micro-batches"
-    return TimeLine(title, stages, spans, in_seconds=measured is not None and measured.in_seconds)
+    return TimeLine("", stages, spans, in_seconds=measured is not None and measured.in_seconds).named(name)
 
 
 def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> Stages:

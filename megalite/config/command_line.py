@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from megalite.errors import ConfigurationError
@@ -27,6 +28,15 @@ def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         flag, values = name.replace("_", "-"), [value] if equals else []
     if flag or values:
         yield flag, values
+
+
+def asked_help(argv: Sequence[str]) -> list[str] | None:
+    """Return the words after -h or --help, up to the next flag; None if neither is there."""
+    for place, token in enumerate(argv):
+        name, equals, word = token.partition("=")
+        if name in ("-h", "--help"):
+            return [*([word] if equals else []), *takewhile(lambda word: word[:1] != "-", argv[place + 1 :])]
+    return None
 
 
 def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -27,10 +28,18 @@ def show_help(description: str, sections: Mapping[str, Any]) -> NoReturn:
             flag = entry.name.upper() if also is True else spelled(entry, kinds[entry.name])
             flag = f"[{flag}]" if also == "also" else flag
             meaning = f"{meanings.get(entry.name, '')} ({default_words(entry)})"
-            lines += [f"  {flag} {value_words(kinds[entry.name])}".replace("`", "").rstrip()]
-            lines += textwrap.wrap(meaning.replace("`", ""), 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            for text, indent in ((f"{flag} {value_words(kinds[entry.name])}", " " * 2), (meaning, " " * 6)):
+                text = text.replace("`", "")
+                lines += textwrap.wrap(
+                    text, width(), initial_indent=indent, subsequent_indent=" " * 6, break_on_hyphens=False
+                )
     say(as_installed("\n".join(lines)))
     sys.exit(0)
+
+
+def width() -> int:
+    """Return the characters of a line of help: those of the terminal, but at most 112, as without a terminal."""
+    return max(40, min(112, shutil.get_terminal_size((112, 24)).columns))
 
 
 def spelled(entry: Field[Any], kind: Any) -> str:

@@ -33,6 +33,8 @@ class LoggingConfig:
     """Record the perplexity of evaluations, too."""
     log_world_size_to_tensorboard: bool = False
     """Record the number of ranks in every step."""
+    report: bool = True
+    """Write report.html, loss.svg and loss.png into the run directory when the run ends."""
 
 
 @dataclass(frozen=True)

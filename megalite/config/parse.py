@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from megalite.config import foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
-from megalite.config.command_line import flag_groups, refuse_blank
+from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
@@ -25,23 +25,8 @@ from megalite.errors import ConfigurationError
 from megalite.process.names import as_installed
 from megalite.small_files import shown
 
-_DESCRIPTION = """\
-Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change nothing, and
-refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section (model, parallel, ...),
-which flags override. Short names: --tp, --pp, --cp, --ep, --etp.
-
---dry-run builds one rank (--rank, by default 0) of --world-size ranks without a device, runs a step in which nothing is
-computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it.
---as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there.
-"""
-
-EXAMPLE = (
-    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-    "--micro-batch-size 4 --lr 1e-3 --train-iters 20 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 1000"
-)
-"""Flags of a run that takes seconds on any machine and needs no files."""
-_FIRST = f"\n--help describes all flags. These are enough for a first run, on made-up data: {EXAMPLE}"
+_HELP = " (--help all describes all flags)"
+_FIRST = "\n--help shows what a run needs, and one to try on made-up data; --help all describes all flags"
 
 
 @dataclass(frozen=True)
@@ -67,13 +52,14 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             or not, with --use-checkpoint-opt-param-scheduler.
 
     Raises:
-        ConfigurationError: a flag is unknown, refused, missing or has a value of the wrong type; one line per flag.
+        ConfigurationError: a flag is unknown, refused, missing or has a value of the wrong type; one line per flag. Or
+            --help has a topic that is none.
         SystemExit: 0 after --help.
     """
-    if "-h" in argv or "--help" in argv:
-        from megalite.config.help import show_help  # imported here: few programs show their help
+    if (topics := asked_help(argv)) is not None:
+        from megalite.config.run_help import show_run_help  # imported here: few programs show their help
 
-        show_help(_DESCRIPTION, {f"{name} options": kind for name, kind in section_types().items()})
+        show_run_help(topics)
     sections: Sections = {name: {} for name in section_types()}
     fields: dict[str, Any] = {}
     shorthands: dict[str, Any] = {}
@@ -106,7 +92,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
-        problems.append(f"missing: {', '.join(missing)}{' (--help describes all flags)' if argv else _FIRST}")
+        problems.append(f"missing: {', '.join(missing)}{_HELP if argv else _FIRST}")
         if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
             problems.append(f"(--load {loading.load} {_lacks_network(loading.load)})")
     if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:
@@ -205,7 +191,7 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
             raise ConfigurationError(f"--{flag} {foreign}")
         known = [name.replace("_", "-") for name in places] + megatron_flags.names()
         known += ["no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool]
-        near = nearest(flag, known, "--", megatron_flags.refusal) or " (--help describes all flags)"
+        near = nearest(flag, known, "--", megatron_flags.refusal) or _HELP
         raise ConfigurationError(f"unknown flag --{flag}{near}")
     return {}, note
 

@@ -18,6 +18,7 @@ from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.recovery import RecoveryConfig
+from megalite.config.reporting import ReportingConfig
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import TrainingConfig
 
@@ -42,6 +43,8 @@ class TaskConfig:
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
+    reporting: ReportingConfig = field(default_factory=ReportingConfig)
+    """Further places that get the metrics."""
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     """Measurement of time and memory."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

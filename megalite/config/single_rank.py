@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.atomic_files import require_output
-from megalite.config.command_line import split_flags
+from megalite.config.command_line import asked_help, split_flags
 from megalite.config.fields import NonNegativeInt, PositiveInt, changed, flag_of
 from megalite.errors import ConfigurationError
 
@@ -42,7 +42,7 @@ def take_single_rank(argv: Sequence[str], world_size: int) -> tuple[SingleRank |
 
     Raises ConfigurationError for values that do not fit.
     """
-    if "-h" in argv or "--help" in argv:
+    if asked_help(argv) is not None:
         return None, list(argv)
     own, rest = split_flags(Flags, argv)
     if not own:

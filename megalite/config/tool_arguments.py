@@ -81,8 +81,10 @@ def parse_tool_arguments(
             raise ConfigurationError(
                 f"{flag_of(positional)} is given, and {shown(' '.join(free))} without a flag: give one"
             )
-        if len(free) > 1 or not free[0].strip():
-            raise ConfigurationError(f"{positional.upper()} is one word, got {shown(' '.join(free))}")
+        is_one = get_origin(kinds[positional]) is not tuple
+        if (is_one and len(free) > 1) or not all(word.strip() for word in free):
+            what = "is one word" if is_one else "are words"
+            raise ConfigurationError(f"{positional.upper()} {what}, got {shown(' '.join(free))}")
         found[positional] = field_value(positional, kinds[positional], free)
     needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]
     if needed:

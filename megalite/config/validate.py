@@ -18,6 +18,7 @@ from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.recovery import recovery_problems
+from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
@@ -101,6 +102,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "parallel", "align_grad_reduce", f" {why}"
     if not config.optimizer.narrow:
         yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
+    if not config.reporting.reports("wandb"):
+        yield "reporting", "wandb_*", " without --wandb-project or --report-to wandb"
+    if not config.reporting.reports("opentelemetry"):
+        yield "reporting", "otel_service_name", " without --otel-enabled or --report-to opentelemetry"
     if config.checkpoint.save is None:
         yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
@@ -154,6 +159,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        reporting_problems(config.reporting, save),
         recovery_problems(config.recovery, config.checkpoint),
         _elastic(config),
         _survivors(config),
@@ -178,6 +184,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        reporting_problems(config.reporting, config.checkpoint.save),
         recovery_problems(config.recovery, config.checkpoint),
         _corruption(config, world_size),
     )

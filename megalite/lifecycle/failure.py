@@ -283,10 +283,10 @@ def _speak(message: str, code: int, rank: int) -> None:
     write_exit_code(code)
     where = f" on rank {rank}" if rank else ""
     write_out()
-    text = as_installed(message)
+    text = f"error{where}: {as_installed(message)}"
     with suppress(OSError):
         if record(text):
-            say(f"error{where}: {text}", to_error=True)
+            say(text, to_error=True)
 
 
 def write_exit_code(code: int) -> None:

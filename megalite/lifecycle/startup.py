@@ -79,14 +79,17 @@ class Startup:
 
             self._store = open_early(self._place)
 
-    def finish(self, iteration: int) -> None:
+    def finish(self, iteration: int) -> float:
         """Stop watching. From now on the training loop handles STOP, including one created since the last look.
 
-        `iteration`: the step after which the run goes on.
+        `iteration`: the step after which the run goes on. Returns the seconds that the start has taken, or 0 if it was
+        over before.
         """
+        seconds = 0.0 if self._over.is_set() else time.monotonic() - self.began
         self._over.set()
         if self._generation is not None:
             self._generation.tell_begun(iteration)
+        return seconds
 
     def _look(self, path: AnyPath, interval: float) -> None:
         while not self._over.wait(interval):

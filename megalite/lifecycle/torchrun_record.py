@@ -16,6 +16,8 @@ from megalite.atomic_files import write_at_once
 from megalite.errors import FileError
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
+GRACE_SECONDS = 30
+"""Seconds after which torchrun kills the ranks that it has asked to end."""
 
 
 def record(message: str) -> bool:
@@ -26,8 +28,10 @@ def record(message: str) -> bool:
     attempt = path.parent.parent
     if attempt.name.startswith("attempt_") and any(attempt.glob(f"*/{path.name}")):
         return False
-    # torchrun takes the first one for the root cause, in whole seconds; other ranks may end within the same.
-    data = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}
+    # torchrun takes the first failure for the root cause and shows it last. It may have seen a rank die before this
+    # message explains that; and from then on it gives the others these seconds.
+    first = int(time.time()) - GRACE_SECONDS - 1
+    data = {"message": {"message": message, "extraInfo": {"timestamp": str(first)}}}
     with suppress(FileError, OSError):
         write_at_once(path, json.dumps(data).encode())
     return True

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite.errors import CommunicationError
-from megalite.parallel.mesh import Group, ParallelMesh, WaitTimer
+from megalite.parallel.mesh import Group, ParallelMesh
 
 _LOST = (
     "another rank has ended (its own message says why, or the system's log if it ran out of "
@@ -44,8 +44,8 @@ class Pending:
     work: Any
     result: Tensor | Callable[[], Tensor]
     """The result, or the function that makes it when the work is done."""
-    waits: WaitTimer | None = None
-    """Timer to which the time spent waiting is added."""
+    group: Group | None = None
+    """Group to whose waits the time spent waiting is added."""
 
     def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
         """Wait for the collective and return its result.
@@ -60,8 +60,8 @@ class Pending:
                 self.work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{what % details}: {_LOST}{str(error).splitlines()[0]}") from error
-            if self.waits is not None:
-                self.waits.seconds += time.perf_counter() - began
+            if self.group is not None:
+                self.group.waits.by_axis[self.group.axis] += time.perf_counter() - began
         return self.result if isinstance(self.result, Tensor) else self.result()
 
 
@@ -119,7 +119,7 @@ def _all_reduce_async_(tensor: Tensor, group: Group, op: str) -> Pending:
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = launch(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
-    return Pending(work, tensor, group.waits)
+    return Pending(work, tensor, group)
 
 
 def all_reduce_in_rank_order_(tensor: Tensor, group: Group) -> Tensor:
@@ -152,7 +152,7 @@ def broadcast_(tensor: Tensor, source: int, group: Group) -> Tensor:
     if group.size == 1 or tensor.is_meta or not group.is_connected:
         return tensor
     work = launch(dist.broadcast, tensor, group.ranks[source], group=group.process_group, async_op=True)
-    return Pending(work, tensor, group.waits).wait()
+    return Pending(work, tensor, group).wait()
 
 
 def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -174,7 +174,7 @@ def _all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -
         gathered.view(group.size, *tensor.shape).copy_(tensor.clone())  # which may be a part of the result
         return completed(gathered)
     work = launch(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
-    return Pending(work, gathered, group.waits)
+    return Pending(work, gathered, group)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
@@ -244,7 +244,7 @@ def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[
         return completed(rows.clone() if result.shape == rows.shape else result.zero_())
     process_group = group.process_group
     work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
-    return Pending(work, result, group.waits)
+    return Pending(work, result, group)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -264,7 +264,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
         return completed(result if own.data_ptr() == result.data_ptr() else result.copy_(own))
     if not _is_gloo(group):
         work = launch(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
-        return Pending(work, result, group.waits)
+        return Pending(work, result, group)
     received = torch.empty_like(tensor)
     work = launch(dist.all_to_all_single, received, tensor, group=group.process_group, async_op=True)
 
@@ -275,7 +275,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
             result.add_(other)
         return result
 
-    return Pending(work, sum_in_rank_order, group.waits)
+    return Pending(work, sum_in_rank_order, group)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import datetime
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,8 @@ from megalite.torch_internals import Store, new_process_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+WORLD = "world"
+"""Name under which the communication of all ranks with each other is counted."""
 Kind = Literal["group", "link"]
 _RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "send": 2, "receive": 0}
 """Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A message has 2 ranks: all of it is sent."""
@@ -27,7 +30,12 @@ _RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1,
 class WaitTimer:
     """Time that the host was blocked waiting for other ranks. Waits on a GPU stream do not block the host."""
 
-    seconds: float = 0.0
+    by_axis: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by the axis of the group, `Group.axis`."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by_axis.values())
 
 
 @dataclass
@@ -35,8 +43,12 @@ class Traffic:
     """Messages of this rank: what has started, its ranks and its bytes are told to a listener, if there is one."""
 
     listener: Callable[[str, tuple[int, ...], int], None] | None = None
-    bytes_sent: int = 0
-    """Bytes that this rank has sent to others, if each collective takes a ring."""
+    by_axis: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes that this rank has sent to others by the axis of the group, if each collective takes a ring."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(self.by_axis.values())
 
 
 @dataclass(frozen=True)
@@ -48,12 +60,14 @@ class Group:
     """Index of this process in `ranks`."""
     process_group: dist.ProcessGroup | None = None
     waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
-    """Timer to which the time spent waiting for this group is added."""
+    """Timer to which the time spent waiting for this group is added, under `axis`."""
     timeout: datetime.timedelta | None = None
     """Time limit of a collective; None for the backend's default."""
     buffers: dict[Any, Any] = field(default_factory=dict, compare=False)
     """Buffers of another communication library for this group, by their sizes. `ParallelMesh.close` destroys them."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    axis: str = field(default=WORLD, compare=False)
+    """Axis under which waits and bytes are counted."""
 
     size: int = field(init=False)
 
@@ -71,7 +85,7 @@ class Group:
         `peer`: the index in `ranks` of the one with which a message is exchanged; None: all of them take part.
         """
         ranks = self.ranks if peer is None else (self.ranks[self.rank], self.ranks[peer])
-        self.traffic.bytes_sent += size * _RING[kind] * (len(ranks) - 1) // len(ranks)
+        self.traffic.by_axis[self.axis] += size * _RING[kind] * (len(ranks) - 1) // len(ranks)
         if self.traffic.listener is not None:
             self.traffic.listener(kind, ranks, size)
 
@@ -130,6 +144,11 @@ class ParallelMesh:
         self._sizes = self._all_sizes = sizes | expert_sizes
         self._starts = dict.fromkeys(self._sizes, 0)
         self.waits, self.traffic = WaitTimer(), Traffic()
+        several = (axis for axis in ("tp", "cp", "ep", "pp", "dp") if self._sizes[axis] > 1)
+        self.counted: tuple[str, ...] = (*several, WORLD) if world_size > 1 else ()
+        """Axes under which communication is counted: the same on all ranks."""
+        for axis in self.counted:
+            self.waits.by_axis[axis], self.traffic.by_axis[axis] = 0.0, 0
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._coordinates = self.coordinates_of(rank)
@@ -220,16 +239,26 @@ class ParallelMesh:
         return tuple(self._views[view][index].flatten().tolist())
 
     def group(self, *axes: str) -> Group:
-        """Return the group along `axes`. All members must request their groups in the same order."""
+        """Return the group along `axes`. All members must request their groups in the same order.
+
+        Its communication is counted as that of `group_of`, but for the expert-parallel ranks' under ep, and that of all
+        ranks under `WORLD`.
+        """
         if axes not in self._by_axes:
-            self._by_axes[axes] = self.group_of(self.ranks(*axes))
+            group, long = self.group_of(self.ranks(*axes)), [axis for axis in EXPERT_AXES if axis in axes]
+            outermost = next((axis for axis in long if self._sizes[axis] > 1), None)
+            axis = WORLD if set(axes) == set(DENSE_AXES) else "ep" if outermost == "ep" else group.axis
+            self._by_axes[axes] = replace(group, axis=axis)
         return self._by_axes[axes]
 
     def world(self) -> Group:
         return self.group(*DENSE_AXES)
 
     def group_of(self, ranks: Sequence[int]) -> Group:
-        """Return the group of these ranks, which must include this rank."""
+        """Return the group of these ranks, which must include this rank.
+
+        Its communication is counted under the outermost of the dense axes along which they differ.
+        """
         return self._cached_group("group", tuple(sorted(ranks)))
 
     def link(self, source: int, destination: int, minutes: float | None = None) -> Group:
@@ -245,8 +274,10 @@ class ParallelMesh:
         if (kind, ranks) not in self._groups:
             timeout = timeout or self._timeout
             process_group = self._make_process_group(kind, ranks, timeout)
+            first, last = self.coordinates_of(ranks[0]), self.coordinates_of(ranks[-1])  # which differ the most
+            axis = next((axis for axis in DENSE_AXES if first[axis] != last[axis]), WORLD)
             self._groups[kind, ranks] = Group(
-                ranks, ranks.index(self.rank), process_group, self.waits, timeout, traffic=self.traffic
+                ranks, ranks.index(self.rank), process_group, self.waits, timeout, traffic=self.traffic, axis=axis
             )
         return self._groups[kind, ranks]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from xml.etree.ElementTree import Element
@@ -16,6 +16,8 @@ from megalite.svg import DIGIT, GREY, PALE, Picture, number, page, round_step
 
 LEFT, RIGHT, TOP, ROW, GAP = 70.0, 24.0, 76.0, 32.0, 12.0
 WIDTHS = 760.0, 4000.0
+FITTED = 1150.0
+"""Largest width of the rows in a page that is not asked for the full width: it fits a window of 1280 pixels."""
 MOST_MESSAGES = 400
 """Largest number of messages that are drawn: more would look like a grey band."""
 
@@ -35,8 +37,13 @@ STYLE = """
 }
 """
 PAGE_STYLE = """
-body { margin: 0; background: #fff; } main { overflow-x: auto; } svg { display: block; }
-@media (prefers-color-scheme: dark) { body { background: #16191d; } }
+body { margin: 16px; background: #fff; color: #1d2125; font: 12px system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif; }
+h1 { font-size: 16px; } .key { display: inline-block; width: 14px; height: 14px; vertical-align: middle; }
+.entry { margin-right: 24px; white-space: nowrap; } .words { margin-left: 6px; }
+main { overflow-x: auto; } svg { display: block; }
+.fitted svg { max-width: 100%; min-width: 640px; height: auto; }
+body:not(:has(#whole:checked)) .whole, body:has(#whole:checked) .fitted { display: none; }
+@media (prefers-color-scheme: dark) { body { background: #16191d; color: #e6e8ea; } }
 """
 SUFFIXES = (".svg", ".html", ".json")
 
@@ -56,26 +63,61 @@ def write_timeline(directory: Path, name: str, time_line: TimeLine) -> list[Path
 
 
 def to_html(time_line: TimeLine) -> str:
-    """Return an HTML page that references no other files."""
-    body = f'<main tabindex="0" aria-label="{escape(time_line.title)}">\n{to_svg(time_line)}\n</main>'
-    return page(time_line.title, PAGE_STYLE, body, "light dark")
+    """Return an HTML page that references no other files, with a picture that fits the window."""
+    entries = [
+        "".join(f'<span class="key" style="background: {colour}"></span>' for colour in colours)
+        + f'<span class="words">{escape(words)}</span>'
+        for colours, words in _legend(time_line)
+    ]
+    scale = _scale(time_line)
+    fitted = min(scale, FITTED / time_line.end)
+    charts = f'<div class="fitted">{_chart(time_line, fitted)}</div>'
+    note = "Boxes show their actions under the pointer; arrows are messages."
+    if fitted < scale:
+        charts += f'\n<div class="whole">{_chart(time_line, scale)}</div>'
+        note += ' <label><input type="checkbox" id="whole"> full width</label>'
+    body = [
+        f"<h1>{escape(time_line.title)}</h1>",
+        "<p>" + "\n".join(f'<span class="entry">{entry}</span>' for entry in entries) + "</p>",
+        f"<p>{note}</p>",
+        f'<main tabindex="0" aria-label="{escape(time_line.title)}">\n{charts}\n</main>',
+        *(f"<p>{escape(line)}</p>" for line in _summary(time_line)),
+    ]
+    return page(time_line.title, PAGE_STYLE, "\n".join(body), "light dark")
 
 
 def to_svg(time_line: TimeLine) -> str:
     """Return the picture as SVG. Positions and widths along the x axis are proportional to time."""
-    scale = _scale(time_line)
-    bottom = TOP + len(time_line.spans) * (ROW + GAP)
-    width, height = LEFT + RIGHT + max(time_line.end * scale, WIDTHS[0]), bottom + 96
-    svg = Picture(time_line.title, width, height, "; ".join(_summary(time_line)), STYLE)
+    lines = _summary(time_line)
+    svg = _chart(time_line, _scale(time_line), above=TOP, below=20.0 * len(lines) + 12, legend=_legend(time_line))
     svg.write(time_line.title, 16, 28, font_size=16, font_weight=600)
-    _draw_legend(svg, time_line)
+    svg.legend(_legend(time_line), 16, 43)
+    for index, line in enumerate(lines):
+        svg.write(line, 16, _top(len(time_line.spans)) + 62 + 20 * index)
+    return str(svg)
+
+
+def _chart(
+    time_line: TimeLine,
+    scale: float,
+    above: float = 8.0,
+    below: float = 0.0,
+    legend: Iterable[tuple[Sequence[str], str]] = (),
+) -> Picture:
+    """Draw the rows and their axis, with `above` and `below` pixels around them, and at least as wide as the legend.
+
+    `scale`: pixels per unit of time.
+    """
+    bottom = _top(len(time_line.spans))
+    widest = sum(24 + 14 * len(colours) + DIGIT * len(words) for colours, words in legend)
+    width = max(LEFT + RIGHT + max(time_line.end * scale, WIDTHS[0]), 16 + widest)
+    height, summary = above + bottom - TOP + 44 + below, "; ".join(_summary(time_line))
+    svg = Picture(time_line.title, width, height, summary, STYLE, TOP - above)
     _draw_axis(svg, time_line, scale, bottom)
     for rank, spans in enumerate(time_line.spans):
         _draw_rank(svg, time_line, rank, spans, scale)
     _draw_messages(svg, time_line, scale)
-    for index, line in enumerate(_summary(time_line)):
-        svg.write(line, 16, bottom + 62 + 20 * index)
-    return str(svg)
+    return svg
 
 
 def _summary(time_line: TimeLine) -> list[str]:
@@ -95,8 +137,9 @@ def _scale(time_line: TimeLine) -> float:
     return min(max(room / min(lengths.values()), narrowest), widest)
 
 
-def _draw_legend(svg: Picture, time_line: TimeLine) -> None:
-    kinds = {span.action.kind for rank in time_line.computation for span in rank}
+def _legend(time_line: TimeLine) -> list[tuple[list[str], str]]:
+    """Return colours and what they stand for, of all that is drawn."""
+    kinds = {span.action.kind for rank in time_line.spans for span in rank}
     chunks = time_line.stages.chunks
     more = f", chunks 0 to {chunks - 1}" if chunks > 1 else ""
     entries = [
@@ -104,7 +147,8 @@ def _draw_legend(svg: Picture, time_line: TimeLine) -> None:
         for kind in COMPUTATIONS
         if kind in kinds
     ]
-    svg.legend(entries, 16, 43)
+    communication = [([GREY], "communication")] if kinds - set(COMPUTATIONS) else []
+    return [*entries, *communication]
 
 
 def _draw_rank(svg: Picture, time_line: TimeLine, rank: int, spans: Sequence[Span], scale: float) -> None:

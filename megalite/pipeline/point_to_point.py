@@ -30,7 +30,7 @@ class Links:
         group.record("send", tensor.nbytes)
         if not group.is_connected:
             return completed(tensor)
-        return Pending(launch(dist.ProcessGroup.send, group.process_group, [tensor], 1, 0), tensor, group.waits)
+        return Pending(launch(dist.ProcessGroup.send, group.process_group, [tensor], 1, 0), tensor, group)
 
     def receive(self, tensor: Tensor, peer: int) -> Pending:
         """Start to receive into `tensor`."""
@@ -38,7 +38,7 @@ class Links:
         group.record("receive", tensor.nbytes)
         if not group.is_connected:
             return completed(tensor if tensor.is_meta else tensor.zero_())
-        return Pending(launch(dist.ProcessGroup.recv, group.process_group, [tensor], 0, 0), tensor, group.waits)
+        return Pending(launch(dist.ProcessGroup.recv, group.process_group, [tensor], 0, 0), tensor, group)
 
 
 def make_links(mesh: ParallelMesh, stages: Stages) -> Links:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
@@ -28,6 +28,11 @@ class TimeLine:
     blocks: tuple[int, ...] = ()
     """Number of blocks of each stage: layers, with the embedding in the first stage and the output layer in the last;
     empty: not known."""
+
+    def named(self, name: str) -> TimeLine:
+        """Return the time line with a title of this name and of its size."""
+        chunks = f" × {self.stages.chunks} chunks" if self.stages.chunks > 1 else ""
+        return replace(self, title=f"{name}: {self.stages.ranks} ranks{chunks}, {self.micro_batches} micro-batches")
 
     @cached_property
     def computation(self) -> list[list[Span]]:

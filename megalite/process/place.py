@@ -193,10 +193,16 @@ def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
     return numbered("rank", ranks, most)
 
 
+def consecutive(numbers: Iterable[int]) -> list[list[int]]:
+    """Return the numbers in order, each once, in runs of those that follow each other."""
+    by_distance = groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0])
+    return [[number for _, number in run] for _, run in by_distance]
+
+
 def numbered(what: str, numbers: Iterable[int], most: int = 16) -> str:
     """Return numbers as text: `step 3` or `steps 0, 2-5`, shortened as in `ranks_text`."""
-    ordered = sorted(set(numbers))
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    runs = consecutive(numbers)
+    ordered = [number for run in runs for number in run]
     pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
     if len(pieces) > most:
         pieces = [*pieces[:most], f"... ({len(ordered)} of them)"]

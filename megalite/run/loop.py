@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.run import TaskConfig
+from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.deadline import Pace, why_stop
@@ -22,11 +22,11 @@ from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import Metrics, MetricsWriter, Sink, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
+from megalite.watchdog.sections import AGREEMENT, DATA, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
@@ -35,6 +35,15 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger.jsonl"
 """File of the run directory with decisions that depart from the plain rule, if there are any."""
+_TIMES = {
+    "data_time_s": (STEP, DATA),
+    "save_time_s": (SAVE, SAVE),
+    "evaluation_time_s": (EVALUATION, EVALUATION),
+    "start_time_s": (START, START),
+}
+"""Sections whose seconds records have, with the section around them."""
+LEAST_TIME = 1e-3
+"""Seconds of a section that a record does not tell: a look at a save in the background takes less."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,7 @@ class TrainingLoop:
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
-            self._writer = stack.enter_context(_metrics_writer(trainer))
+            self._writer = stack.enter_context(_metrics_writer(trainer, self.display.message))
             trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
@@ -138,7 +147,7 @@ class TrainingLoop:
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.startup.finish(trainer.iteration)
+            self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
@@ -338,7 +347,12 @@ class TrainingLoop:
             self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
 
     def _record(self, metrics: Metrics) -> None:
-        told = self._writer.write(metrics)
+        """Write a record, with what this rank has spent since the last one."""
+        times = {}
+        for key, section in _TIMES.items():
+            if (seconds := self.sections.spent.pop(section, 0.0)) > LEAST_TIME:
+                times[key] = seconds
+        told = self._writer.write(replace(metrics, extra={**metrics.extra, **times}))
         if told is not None:
             self.display.message(told)
 
@@ -370,20 +384,21 @@ def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | Non
     return None if directory is None else directory / "metrics.jsonl"
 
 
-def _metrics_writer(trainer: Trainer) -> MetricsWriter:
+def _metrics_writer(trainer: Trainer, tell: Callable[[str], None]) -> MetricsWriter:
     """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
     if trainer.mesh.rank != 0:
         return MetricsWriter()
-    logging, directory = trainer.config.logging, trainer.directory
-    events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
-    if isinstance(directory, Path):
-        events = events or directory / "tensorboard"
+    config, directory, ranks = trainer.config, trainer.directory, trainer.mesh.world_size
+    where = trainer.iteration, trainer.consumed_samples
+
+    def open_sinks() -> Sequence[Sink]:
+        wanted = config.reporting.wanted(config.checkpoint.save, config.logging.tensorboard_dir)
+        return entry_point("sinks")(config, wanted, directory, *where, ranks, tell) if wanted else ()
+
     return MetricsWriter(
-        metrics_path(trainer.config, directory),
-        events,
+        metrics_path(config, directory),
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
         recorded=trainer.loaded.records,
-        event_interval=logging.tensorboard_log_interval,
-        without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
+        open_sinks=open_sinks,
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.metrics import has_test_loss
+from megalite.training.metrics import has_test_loss, read_records
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
 from megalite.training.task import Task
@@ -72,7 +72,8 @@ class Run:
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
         self.copies: Copies | None = None
-        self._shown = False
+        self._shown, self._predicted = False, ""
+        self._loop: TrainingLoop | None = None
         self._stack = ExitStack()
         save = config.checkpoint.save
         self.directory = None if save is None else open_directory(save)
@@ -82,10 +83,12 @@ class Run:
         config, place = self.config, self._place
         require_backend(config.optimizer)
         choose_kernels(config.kernels)
+        if config.reporting.services:
+            entry_point("require_libraries")(config.reporting)
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
         self.mesh = mesh = locate(config.parallel, place)
-        self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
+        self.sections = sections = Sections(mesh.waits.by_axis, profile_range=profile_range)
         if config.profiling.record_memory_history:
             record_memory_history(config.profiling, place.rank)
         with ExitStack() as stack:
@@ -195,12 +198,14 @@ class Run:
                 display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
             if code == EXIT_FINISHED:
                 self.finish(display, self.last)
+            self._show_end(display, finished=code == EXIT_FINISHED)
         return code
 
     def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
         """Return the loop that runs the trainer of this rank."""
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
+        self._loop = loop
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         return loop
@@ -217,6 +222,26 @@ class Run:
                 write_atomically(self.directory / "DONE", f"{last}\n".encode())
             display.message(f"everything is in {self.directory}")
 
+    def _show_end(self, display: Display, *, finished: bool) -> None:
+        """Show what the run has done, from its records, and what may follow; write the report of one that is finished.
+
+        Rank 0 does. A run that was asked to stop may have seconds left: a long file is not read then.
+        """
+        if self.mesh.rank != 0 or self._loop is None or self._loop.metrics is None:
+            return
+        from megalite.run.end import end_summary, is_short, what_next  # no step needs them
+
+        path, lines = metrics_path(self.config, self.directory), {}
+        with suppress(Exception):  # somebody else may have changed the file, and what has trained must not fail here
+            records: Iterable[Mapping[str, Any]] = [self._loop.metrics.record()]
+            if path is not None and (finished or is_short(path)):
+                records = read_records(path)
+            lines = end_summary(records, self._predicted)
+        lines |= what_next(self.directory, finished=finished, generates=self.task.tokens_per_sample is not None)
+        display.summary("finished" if finished else "stopped", lines)
+        if finished and self.directory is not None and self.config.logging.report:
+            display.message(entry_point("report_at_end")(self.directory, path))
+
     def begin(self, display: Display) -> None:
         """Show how the run begins, once, and record that it is not finished. Called by all ranks together."""
         notes, self._notes = self._notes, ()
@@ -227,7 +252,9 @@ class Run:
                 if not self._shown:
                     for note in self.trainer.notes():
                         display.message(note)
-                    display.summary("megalite", {**self.trainer.summary(), "start": self.how})
+                    summary = self.trainer.summary()
+                    self._predicted = str(summary.get("memory", ""))
+                    display.summary("megalite", {**summary, "start": self.how})
                     self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:
                     _record_run(self.directory, self.config)

@@ -19,8 +19,8 @@ class Gradients:
 
     began: float
     """Start of the step, as `time.perf_counter` in seconds."""
-    bytes_sent: int
-    """Number of bytes that this rank had sent by then."""
+    bytes_sent: Mapping[str, int]
+    """Number of bytes that this rank had sent by then, by axis."""
     batch_size: int
     micro_batches: Sequence[Any]
     actions: Sequence[Action]

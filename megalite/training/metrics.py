@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, and the same numbers for TensorBoard.
+"""Metrics of a run: one JSON object per line in metrics.jsonl, from which sinks get them, too.
 
 Floats are written at full precision. JSON has no non-finite floats: they are written as the strings "NaN", "Infinity"
 and "-Infinity", as in protobuf's JSON mapping, and `float()` reads them back. `null` means that a figure does not
@@ -11,25 +11,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
-from io import BytesIO, StringIO, TextIOWrapper
+from io import StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Self, TextIO, cast
+from typing import Protocol, Self, TextIO, cast
 
 from megalite.atomic_files import open_itself
 from megalite.errors import CheckpointError
 from megalite.process.place import numbered
 from megalite.small_files import open_regular, reason
 from megalite.storage import AnyPath, ObjectPath
-
-if TYPE_CHECKING:
-    from tensorboard.compat.proto.event_pb2 import Event
 
 Value = float | int | bool | str | None
 
@@ -103,8 +99,10 @@ ON_REQUEST = {
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
     "kept_micro_batches",
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
+    *("wait_s", "communication_share", "scaling_efficiency"),
+    *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),
 }
-"""Figures that flags add to the record of a step."""
+"""Figures that flags add to the record of a step, and those that only some records have."""
 
 
 def is_figure(name: str) -> bool:
@@ -164,19 +162,27 @@ class StepWriter(ABC):
             self.close()
 
 
+class Sink(Protocol):
+    """Further destination of records."""
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Take a record. Raises OSError if not all is written: the rest is written before the next record."""
+
+    def close(self) -> None:
+        """Write what is left. Raises OSError if that fails."""
+
+
 class MetricsWriter(StepWriter):
-    """Writer that appends records to `path` and to TensorBoard, without a delay. One rank writes.
+    """Writer that appends records to `path` without a delay, and gives them to sinks. One rank writes.
 
     `note` is a message if the file is damaged or lacks records.
 
     Args:
         path: metrics file; None: no file.
-        tensorboard_directory: None: no TensorBoard events.
         resume_iteration: records after this step are removed first: an earlier attempt wrote them.
         evaluation_left: the evaluation after `resume_iteration` is removed, too.
         recorded: records that the file must have.
-        event_interval: number of training steps per step written to TensorBoard.
-        without_events: figures that are not written to TensorBoard.
+        open_sinks: returns the sinks; called after the file is opened.
 
     Raises:
         CheckpointError: the files cannot be written.
@@ -185,20 +191,18 @@ class MetricsWriter(StepWriter):
     def __init__(
         self,
         path: AnyPath | None = None,
-        tensorboard_directory: Path | None = None,
         resume_iteration: int = 0,
         *,
         evaluation_left: bool = False,
         recorded: Recorded | None = None,
-        event_interval: int = 1,
-        without_events: Collection[str] = (),
+        open_sinks: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
         self.note: str | None = None
         self._lines: _Lines | None = None
-        self._events: _Events | None = None
+        self._sinks: Sequence[Sink] = ()
         self._fails = False
         self._published = Published(path) if isinstance(path, ObjectPath) else None
-        self._places = " and ".join(str(place) for place in (path, tensorboard_directory) if place is not None)
+        self._places = str(path or "TensorBoard's files")
         with self._writing():
             file = path if self._published is None else self._published.fetch()
             if isinstance(file, Path):
@@ -210,8 +214,7 @@ class MetricsWriter(StepWriter):
                         "The run continues, and keeps what can be read of it"
                     )
                 self._lines = _Lines(file)
-            if tensorboard_directory is not None:
-                self._events = _Events(tensorboard_directory, resume_iteration, event_interval, without_events)
+        self._sinks = open_sinks()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -233,7 +236,7 @@ class MetricsWriter(StepWriter):
         record = metrics.record()
         failed, self._fails = self._fails, False
         told = None
-        for destination in (self._lines, self._events):
+        for destination in (self._lines, *self._sinks):
             try:
                 if destination is not None:
                     destination.write(record)
@@ -250,8 +253,8 @@ class MetricsWriter(StepWriter):
                 self._lines.close()
             if self._published is not None:
                 self._published.publish()
-            if self._events is not None:
-                self._events.close()
+            for sink in self._sinks:
+                sink.close()
 
 
 class Growing:
@@ -282,40 +285,6 @@ class _Lines(Growing):
         self.append(json.dumps(line).encode() + b"\n")
 
 
-class _Events(Growing):
-    """Event file of TensorBoard. (TensorBoard's own writer stops permanently at the first write that fails.)"""
-
-    def __init__(self, directory: Path, resume_iteration: int, step_interval: int, left_out: Collection[str]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none
-
-        self._step_interval = step_interval
-        self._left_out = {"iteration", *left_out}
-        directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
-        self._append(Event(file_version="brain.Event:2"))
-        if resume_iteration:  # later events come from an earlier attempt, and these steps are run again
-            self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
-
-    def write(self, record: Mapping[str, Value]) -> None:
-        """Append a record. Raises OSError if not all is written: the rest is written before the next record."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        if "grad_norm" in record and cast(int, record["iteration"]) % self._step_interval:
-            return
-        figures = {name: value for name, value in record.items() if name not in self._left_out and value is not None}
-        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
-        self._append(Event(step=record["iteration"], summary=Summary(value=values)))
-
-    def _append(self, event: Event) -> None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        event.wall_time = time.time()
-        framed = BytesIO()
-        RecordWriter(framed).write(event.SerializeToString())
-        self.append(framed.getvalue())
-
-
 class Published:
     """Local copy of an object in an object store: it is fetched, appended to, and published again."""
 
@@ -337,13 +306,18 @@ class Published:
 
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
     """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
-    try:
-        lines = _opened(path) if isinstance(path, Path) else StringIO(path.read_bytes().decode(errors="replace"))
-    except (OSError, ValueError):
-        return False
-    with lines:
-        records = (record for _, record in _records(lines, "iteration") if record is not None)
-        return any("test_loss" in record and record["iteration"] == iteration for record in records)
+    with suppress(OSError, ValueError):
+        return any("test_loss" in record and record["iteration"] == iteration for record in read_records(path))
+    return False
+
+
+def read_records(path: AnyPath) -> Iterator[dict[str, Value]]:
+    """Yield the records of a metrics file, without damaged lines.
+
+    Raises OSError, and ValueError if it is not a regular file.
+    """
+    with open_lines(path) as lines:
+        yield from (record for _, record in parsed_lines(lines, "iteration") if record is not None)
 
 
 def truncate_after(
@@ -379,8 +353,8 @@ def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = 
     damaged = 0
     if path.exists():
         aside = path.with_name(path.name + ".tmp")
-        with _opened(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
-            for line, record in _records(lines, step):
+        with open_lines(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
+            for line, record in parsed_lines(lines, step):
                 if record is None:
                     damaged += 1
                 elif is_kept(record):
@@ -391,12 +365,14 @@ def cut(path: Path, is_kept: Callable[[Mapping[str, Value]], bool], step: str = 
     return damaged
 
 
-def _opened(path: Path) -> TextIO:
-    """Open the file. Raises OSError, and ValueError if it is not a regular file."""
+def open_lines(path: AnyPath) -> TextIO:
+    """Open a file of records. Raises OSError, and ValueError if it is not a regular file."""
+    if isinstance(path, ObjectPath):
+        return StringIO(path.read_bytes().decode(errors="replace"))
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
-def _records(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
+def parsed_lines(lines: TextIO, step: str) -> Iterator[tuple[str, dict[str, Value] | None]]:
     """Yield each line with its record, or None if it is damaged. One that is too long is several damaged lines."""
     for line in iter(lambda: lines.readline(_LONGEST_LINE), ""):
         try:

@@ -272,7 +272,7 @@ def write_recording(
     spans = [[Span(Action(*action), start, end) for *action, start, end in each] for each, _ in gathered]
     places = map(stages.place, range(stages.count))
     blocks = tuple(gathered[rank][1][chunk] for rank, chunk in places)
-    time_line = TimeLine(f"Step {iteration}, measured", stages, spans, True, blocks)
+    time_line = TimeLine("", stages, spans, True, blocks).named(f"Step {iteration}, measured")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)

@@ -160,7 +160,7 @@ class Trainer:
             multipliers: makes the multipliers of the engine from those of the terms.
             observer: is called for each action, in a step that is not profiled.
         """
-        began, bytes_sent = time.perf_counter(), self.mesh.traffic.bytes_sent
+        began, bytes_sent = time.perf_counter(), dict(self.mesh.traffic.by_axis)
         if micro_batches is None:
             micro_batches = self.next_micro_batches()
         batch_size = sum(len(each.sample_ids) for each in micro_batches) * self.mesh.size("dp")
@@ -233,7 +233,7 @@ class Trainer:
         seconds = time.perf_counter() - gradients.began
         figures = {**self.task.figures(micro_batches, updated=not update.skipped), **figures}
         name, batch_size = gradients.terms[0].name, gradients.batch_size
-        sent = self.mesh.traffic.bytes_sent - gradients.bytes_sent
+        sent = gradients.bytes_sent
         return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, sent, figures)
 
     def unchanged(self) -> AbstractContextManager[None]:
@@ -456,10 +456,19 @@ class Trainer:
         loss_scale: float,
         batch_size: int,
         seconds: float,
-        bytes_sent: int,
+        sent_before: Mapping[str, int],
         figures: Mapping[str, float],
     ) -> StepMetrics:
-        """Return the record of a step. `losses`: the means of all terms; `name`: the first of the terms."""
+        """Return the record of a step.
+
+        Args:
+            losses: the means of all terms.
+            name: the first of the terms.
+            sent_before: the bytes that this rank had sent before the step, by axis.
+        """
+        sent = {}
+        for axis, total in self.mesh.traffic.by_axis.items():
+            sent[f"bytes_sent/{axis}"] = total - sent_before.get(axis, 0)
         others = {term: mean for term, mean in losses.items() if term != name}
         return StepMetrics(
             *self.where(),
@@ -471,8 +480,8 @@ class Trainer:
             iteration_time_s=seconds,
             throughput=self.task.throughput(batch_size, seconds),
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
-            bytes_sent=bytes_sent,
-            extra={**self._statistics(others, update, rates), **figures},
+            bytes_sent=sum(sent.values()),
+            extra={**sent, **self._statistics(others, update, rates), **figures},
         )
 
     def _statistics(self, others: Totals, update: StepResult, rates: Rates) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 MEETING = "meeting"
@@ -39,6 +40,11 @@ FACTOR = 5.0
 START_SECONDS = 3600.0
 
 
+def waiting_on(axis: str) -> str:
+    """Return the name for the part of `WAITING` that was spent on one axis of the mesh."""
+    return f"{WAITING}, {axis}"
+
+
 class OpenSection(NamedTuple):
     """Section that a rank is in."""
 
@@ -50,25 +56,27 @@ class OpenSection(NamedTuple):
 class Sections:
     """Sections of one rank, which its main thread enters and its watchdog's thread reads.
 
-    `step`: the step that the rank is in, or was in last. `waited` returns the total seconds that the main thread has
-    waited for other ranks; `profile_range` returns a context that names an open section in a profile.
+    `step`: the step that the rank is in, or was in last. `waits` are the seconds, which grow, that the main thread has
+    waited for other ranks, by axis; `profile_range` returns a context that names an open section in a profile.
     """
 
     def __init__(
         self,
-        waited: Callable[[], float] = lambda: 0.0,
+        waits: Mapping[str, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         profile_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.step = 0
         self.longest: dict[str, float] = {}
         """Longest time that each kind of finished section has taken."""
+        self.spent: dict[tuple[str, str], float] = defaultdict(float)
+        """Seconds in all sections of a kind, with their waits, by the name of the outermost section and the own."""
         self.failed = ""
         """Innermost section of the last error that has left a section."""
         self.is_finishing: Callable[[], bool] = lambda: False
         """Tells whether the main thread computes what is of use though another rank has ended."""
         self._failure: BaseException | None = None
-        self._waited, self._clock, self._profile_range = waited, clock, profile_range
+        self._waits, self._clock, self._profile_range = waits, clock, profile_range
         self._stopped = 0.0
         self._open: list[tuple[str, float]] = []
         self._own: dict[str, float] = defaultdict(float)
@@ -76,16 +84,19 @@ class Sections:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Mark this rank as being in the section during the block."""
-        began, waited = self._now(), self._waited()
+        began, before = self._now(), dict(self._waits)
         self._open.append((name, began))
         try:
             with self._profile_range(name):
                 yield
-            seconds, waited = self._now() - began, self._waited() - waited
+            seconds, waited = self._now() - began, sum(self._waits.values()) - sum(before.values())
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
             self._own[name] += max(seconds - waited, 0.0)  # waiting includes the time in which the process was stopped
+            self.spent[self._open[0][0], name] += seconds
             if name == STEP:
                 self._own[WAITING] += waited
+                for axis, total in self._waits.items():
+                    self._own[waiting_on(axis)] += total - before.get(axis, 0.0)
         except BaseException as error:
             if error is not self._failure:  # otherwise the error comes from an inner section
                 self.failed = name

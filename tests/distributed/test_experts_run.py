@@ -124,7 +124,7 @@ def test_loads_and_states_are_the_same_on_every_layout(layout: str, rank_pools: 
         for name, values in own.items():
             assert values == states[name], name
         for record, wanted in zip(found, records, strict=True):
-            assert record.keys() == wanted.keys()
+            assert {key for key in record if not key.startswith("bytes_sent/")} == wanted.keys()
             for name, value in wanted.items():
                 exact = "load/" in name or name == "dropped_assignments"
                 assert record[name] == (value if exact else pytest.approx(value, rel=1e-9)), name

@@ -155,7 +155,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = Gradients(0.0, 0, cell.samples, micro_batches, actions, (), {}, multipliers, 1.0, sums, before=None)
+            step = Gradients(0.0, {}, cell.samples, micro_batches, actions, (), {}, multipliers, 1.0, sums, before=None)
             told.append(locate(step, number, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss_of(sums) if fault is None else 0.0)

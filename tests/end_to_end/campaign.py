@@ -156,7 +156,10 @@ class Campaign:
         whole = undisturbed(self.folder / "whole", self.layout, last)
         assert_same_checkpoint(self.directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
         ours, theirs = (
-            [{name: value for name, value in line.items() if name != but} for line in metrics(directory)]
+            [
+                {name: value for name, value in line.items() if but is None or name.split("/")[0] != but}
+                for line in metrics(directory)
+            ]
             for directory in (self.directory, whole)
         )
         assert ours == theirs

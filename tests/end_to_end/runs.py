@@ -27,8 +27,8 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(shlex.split(text))
 
 
-MOCK = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60")
-BYTES = words("--mock-data --tokenizer-type ByteTokenizer")
+MOCK = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60 --no-report")
+BYTES = words("--mock-data --tokenizer-type ByteTokenizer --no-report")
 SIZES = words("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 32")
 COURSE = words("--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --log-interval 1")
 NO_DROPOUT = words("--hidden-dropout 0 --attention-dropout 0")

@@ -152,7 +152,7 @@ def test_the_training_under_context_parallelism_runs(checkout: Path) -> None:
 
 def test_every_flag_that_the_readme_names_is_one(tmp_path: Path) -> None:
     """Check flags in the text around the commands, too."""
-    helped = run_script([PRETRAIN, "--help"], tmp_path)
+    helped = run_script([PRETRAIN, "--help", "all"], tmp_path)
     assert helped.code == 0
     files = (*(ROOT / "megalite").rglob("commands/*.py"), *(ROOT / "examples").glob("*.*"))
     known = "".join((helped.stdout, *(path.read_text() for path in files))).replace("_", "-")
@@ -308,6 +308,58 @@ def test_under_torchrun_our_message_stands_once_before_its_block(checkout: Path)
     assert len(re.findall(r"^error", out, re.MULTILINE)) == 1
     assert out.index(message) < out.index("ChildFailedError")
     assert re.search(r"exitcode *: 64", out)
+
+
+def last_words_of_torchrun(out: str) -> str:
+    """Return what a person sees last: the root cause, down to the end of torchrun's block."""
+    found = re.search(r"Root Cause.*?\n  traceback : (.*)\n=+\s*\Z", out, re.DOTALL)
+    assert found is not None, out
+    return found[1]
+
+
+FAULTY = """
+import os, signal
+from megalite.commands.pretrain import command
+from megalite.training.trainer import Trainer
+
+step, steps = Trainer.step, 0
+
+def faulty(trainer, *values):
+    global steps
+    steps += 1
+    if steps == 3 and os.environ["RANK"] == "{rank}":
+        {fault}
+    return step(trainer, *values)
+
+Trainer.step = faulty
+command()
+"""
+
+
+@pytest.mark.wide  # each starts a real torchrun, which takes seconds
+@pytest.mark.parametrize(
+    ("rank", "fault", "begins", "ends"),
+    [
+        (0, "--mock-data=--data-path nowhere", "error: nowhere.idx does not exist", "megalite-preprocess prints it."),
+        (1, "raise IndexError('off by one')", "error on rank 1: a defect in megalite", "IndexError: off by one"),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", "error: rank 0 (process ", "from its last checkpoint"),
+        (1, "os.kill(os.getpid(), signal.SIGKILL)", "error: rank 1 (process ", "from its last checkpoint"),
+    ],
+    ids=["data path", "exception", "killed rank 0", "killed rank 1"],
+)
+def test_under_torchrun_our_message_stands_last(
+    rank: int, fault: str, begins: str, ends: str, checkout: Path, tmp_path: Path
+) -> None:
+    command = f"{TORCHRUN} --train-iters 9"
+    if fault.startswith("--"):
+        command = command.replace(*fault.split("=", 1))
+    else:
+        (tmp_path / "faulty.py").write_text(FAULTY.format(rank=rank, fault=fault))
+        command = command.replace("pretrain_gpt.py", str(tmp_path / "faulty.py"))
+    out = shell(command, checkout, expected=1, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    last = last_words_of_torchrun(out)
+    assert last.startswith(begins)
+    assert last.rstrip().endswith(ends)
 
 
 @pytest.mark.wide  # test_stop.py stops ranks in every way; tests/kubernetes have a real torchrun

@@ -26,7 +26,7 @@ FLAGS = (*MOCK, *GPT2, "--train-iters", STEPS, "--save-interval", 1, *words("--f
 TORCHRUN = (
     Path(sys.executable).parent / "torchrun",
     *words("--nnodes=1:2 --nproc-per-node=1 --max-restarts=3 --rdzv-backend=c10d --rdzv-id=run --local-addr=127.0.0.1"),
-    "--rdzv-conf=last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "--rdzv-conf=last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3",
 )
 
 

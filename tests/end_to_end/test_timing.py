@@ -34,6 +34,14 @@ def test_the_rank_that_the_others_wait_for_is_named(spawn: Callable[..., Job], t
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     slowest = [line.get("iteration_time_s/slowest_rank") for line in lines if "lm_loss" in line]
     assert slowest == [None, None, None, 2.0, None]
+    assert f"megalite-report {tmp_path / 'run'}" in out
+    assert "  of the time " in out
+    steps = [line for line in lines if "lm_loss" in line]
+    assert ["start_time_s" in line for line in steps] == [True, False, False, False, False]
+    for line in steps:
+        assert sum(line[f"bytes_sent/{axis}"] for axis in ("tp", "dp", "world")) == line["bytes_sent"]
+    assert steps[3]["wait_s/tp/max_rank"] == 3.0  # the peer of the slow rank
+    assert steps[3]["wait_s/tp/max"] > 0.1
 
 
 def test_no_interval_tells_nothing(run: Run) -> None:

@@ -19,6 +19,7 @@ from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
 from tests.extras.chaos import test_chaos
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.post_training.test_layouts import BASE, expected
+from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
 from tests.extras.synchronization.test_compression import EXACT, assert_same
 from tests.extras.synchronization.test_local_update import run
@@ -110,3 +111,11 @@ def test_a_flipped_bit_is_found(rank_pools: RankPools) -> None:
     for course in rank_pools(2).run(train, f"{HASHES} 1 {RERUNS} 2", 4, Flip(1, 3, in_forward=True)):
         assert course.error.startswith("before the update of step 3, rank 1 (")
         assert len(course.bits) == 2
+
+
+def test_a_run_has_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path, [step(1), step(2, skipped=True), validation(2, 3.5)])
+    found = json.loads(run_tool("report", tmp_path, "--json").stdout)
+    assert found["runs"][0]["facts"]["best_valid_loss"] == 3.5
+    assert run_tool("report", tmp_path).code == 0
+    assert "1 step skipped" in (tmp_path / "report.html").read_text()

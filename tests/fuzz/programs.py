@@ -22,7 +22,7 @@ SIZES = [
     "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
     "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--eval-iters", "0", "--log-interval", "1",
 ]  # fmt: skip
-MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60", "--no-report"]
 """Flags of a very short run, together with `SIZES` and a number of steps."""
 MODULES = (
     "tests.harness.preload",

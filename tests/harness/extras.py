@@ -10,6 +10,7 @@ EXTRAS = {
     "accelerate": "accelerate",
     "jinja2": "jinja2",
     "lm_eval": "lm-eval",
+    "matplotlib": "matplotlib",
     "mkdocs": "mkdocs",
     "mypy": "mypy",
     "pyarrow": "pyarrow",

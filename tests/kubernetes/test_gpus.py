@@ -16,8 +16,8 @@ import pytest
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_RESUMABLE
 from megalite.process.launchers import POD_PORT
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, iterations, latest_iteration, metrics, words
-from tests.harness.job import free_port
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, ended, iterations, latest_iteration, metrics, words
+from tests.harness.job import Job, free_port
 from tests.kubernetes.pods import documents, expanded, pods, trained_by_torchrun
 
 MANIFESTS = documents(ROOT / "examples" / "kubernetes" / "jobset_gpus.yaml")
@@ -41,46 +41,62 @@ class Nodes:
 
     def __init__(self, volume: Path) -> None:
         self.volume, self.run, self.hold = volume, volume / "run", volume / "hold"
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._port = free_port()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._files = ExitStack()
 
     def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             self.signal_all_of(process, signal.SIGKILL)
             process.wait()
         self._files.close()
 
     def start(self, *flags: str, program: Path = PRETRAIN, attempt: int = 0) -> None:
         """Start all pods of an attempt, with more flags."""
-        made, port = pods(MANIFESTS), free_port()
+        self._port = free_port()
+        self._processes.clear()
+        for index in range(len(pods(MANIFESTS).names)):
+            self.start_pod(index, *flags, program=program, attempt=attempt)
+
+    def start_pod(self, index: int, *flags: str, program: Path = PRETRAIN, attempt: int = 0) -> None:
+        """Start a pod of an attempt, also in place of one that is lost."""
+        made = pods(MANIFESTS)
         assert made.container["command"] == ["bash", "examples/kubernetes/pod.sh"]
         there = {
             made.names[0]: "127.0.0.1",
             "/runs/": f"{self.volume}/",
-            f"--master-port={POD_PORT}": f"--master-port={port}",
+            f"--master-port={POD_PORT}": f"--master-port={self._port}",
             "--nproc-per-node=8": "--nproc-per-node=2",
             "pretrain_gpt.py": str(program),
             "_3": f"_{attempt}",
         }
         here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOLD": str(self.hold), "PAUSE": "0.5"}
         here |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "SECONDS_FOR_FILE": "3"}
-        self._processes.clear()
-        for index, told in enumerate(made.environments):
-            environment = {key: _replaced(value, there) for key, value in told.items()}
-            arguments = [_replaced(expanded(each, told), there) for each in made.container["args"]]
-            output = self._files.enter_context((self.volume / f"pod{index}_{attempt}.log").open("wb"))
-            process = subprocess.Popen(
-                [*made.container["command"], *arguments, *flags],
-                cwd=ROOT,
-                env=os.environ | here | environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            self._processes.append(process)
+        here["SLURMD_NODENAME"] = made.names[index]  # a pod has a host name of its own
+        told = made.environments[index]
+        arguments = [_replaced(expanded(each, told), there) for each in made.container["args"]]
+        output = self._files.enter_context((self.volume / f"pod{index}_{attempt}.log").open("ab"))
+        self._processes[index] = subprocess.Popen(
+            [*made.container["command"], *arguments, *flags],
+            cwd=ROOT,
+            env=os.environ | here | {key: _replaced(value, there) for key, value in told.items()},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+    def lose(self, index: int) -> None:
+        """Kill all processes of a pod, as the loss of its node does."""
+        found = [self._processes[index].pid]
+        for each in found:
+            found.extend(_children(each))
+        for each in found:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self._processes[index].wait()
 
     def stop(self, index: int) -> None:
         """Send SIGTERM to the first process of a pod, as Kubernetes does."""
@@ -100,8 +116,8 @@ class Nodes:
 
     def codes(self, seconds: float = 150.0) -> list[int]:
         """Wait for all pods, and return their exit codes. Fails if they do not end in time."""
-        self.until(lambda: all(process.poll() is not None for process in self._processes), seconds)
-        return [process.returncode for process in self._processes]
+        self.until(lambda: all(process.poll() is not None for process in self._processes.values()), seconds)
+        return [process.returncode for _, process in sorted(self._processes.items())]
 
     def until(self, condition: Callable[[], bool], seconds: float = 150.0) -> None:
         """Return when the condition holds. Fails if it does not in time."""
@@ -113,6 +129,11 @@ class Nodes:
     def step(self) -> int:
         """Return the step of the newest checkpoint."""
         return latest_iteration(self.run) if (self.run / "latest_checkpointed_iteration.txt").exists() else 0
+
+    def steps(self) -> int:
+        """Return the number of steps that are finished."""
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def log(self) -> str:
         """Return the output of all pods."""
@@ -223,3 +244,30 @@ def test_a_rank_that_is_killed_ends_all_pods_with_85(nodes: Nodes) -> None:
     nodes.until(lambda: "step 1/" in nodes.log())
     nodes.kill_rank(1)
     assert nodes.codes() == [EXIT_RESUMABLE] * 2, nodes.log()
+
+
+@pytest.mark.wide
+def test_an_elastic_run_goes_on_without_a_pod_and_with_the_one_in_its_place(tmp_path: Path) -> None:
+    """The first pod goes on alone once the other is lost, and the pod that Kubernetes makes in its place joins it."""
+    flags = [*FLAGS, *words("--global-batch-size 8 --bitwise-elastic --deterministic-mode --train-iters 100000")]
+    flags += words("--save-interval 100000 --eval-iters 0 --lr-decay-style constant")
+    more = [*flags, *words("--warm-restart --elastic --memory-checkpoint-interval 1")]
+    (tmp_path / "run.yaml").write_text("{}\n")
+    with Nodes(tmp_path) as nodes:
+        nodes.start(*more)
+        nodes.until(lambda: nodes.steps() > 3)
+        nodes.lose(1)
+        nodes.until(lambda: "; 2 ranks instead of 4, on " in nodes.log())
+        nodes.start_pod(1, *more)
+        nodes.until(lambda: "; 4 ranks instead of 2, on " in nodes.log())
+        before = nodes.steps()
+        nodes.until(lambda: nodes.steps() > before + 3)
+        (nodes.run / "STOP").touch()
+        assert nodes.codes() == [EXIT_RESUMABLE] * 2, nodes.log()
+    with Job([PRETRAIN, *flags, "--exit-interval", before, "--save", tmp_path / "alone"], 2, tmp_path / "job") as job:
+        ended(job, EXIT_RESUMABLE)
+    assert [
+        (record["consumed_samples"], record["lm_loss"], record["grad_norm"]) for record in metrics(nodes.run)[:before]
+    ] == [
+        (record["consumed_samples"], record["lm_loss"], record["grad_norm"]) for record in metrics(tmp_path / "alone")
+    ]

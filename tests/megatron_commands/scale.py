@@ -1,9 +1,10 @@
 """Megatron-LM's commands, scaled down to run on a few CPU processes in a second.
 
 Only sizes, lengths of time, and paths change, NCCL becomes gloo, and fp16 begins with a smaller loss scale, so that it
-does not spend the few steps on finding one; every other flag stays as it is. Sizes of the layout are halved, the
-largest one first, until the ranks suffice: a layout of 8 x 16 ranks becomes one of 2 x 2, and stays tensor and pipeline
-parallel. Ratios that the network depends on stay: those of the feed-forward layer, a head and a group of queries.
+does not spend the few steps on finding one; W&B, which needs a library and a network, is left out. Every other flag
+stays as it is. Sizes of the layout are halved, the largest one first, until the ranks suffice: a layout of 8 x 16 ranks
+becomes one of 2 x 2, and stays tensor and pipeline parallel. Ratios that the network depends on stay: those of the
+feed-forward layer, a head and a group of queries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ITERATIONS, HIDDEN, HEADS, LENGTH, EXPERTS, MICRO_BATCHES = 6, 64, 8, 32, 8, 8
 DENSE = ("pipeline-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size")
 SPARSE = ("pipeline-model-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size")
 _TEST = "d98e8a64:tests/functional_tests/test_cases/{}/model_config.yaml"
-PATHS = ("save", "load", "data-cache-path", "tensorboard-dir", "wandb-save-dir")
+PATHS = ("save", "load", "data-cache-path", "tensorboard-dir")
 FILES = {
     "data-path": "text",
     "vocab-file": "vocab.json",
@@ -68,7 +69,7 @@ def scaled(argv: Sequence[str], files: Path, run: Path, ranks: int, replicas: in
 
     `files`: folder from `write_files`; `run`: folder of the run.
     """
-    flags = {name: " ".join(values) for name, values in flag_groups(argv)}
+    flags = {name: " ".join(values) for name, values in flag_groups(argv) if not name.startswith("wandb-")}
     layout = _layout(flags, ranks, replicas)
     stages = layout["pipeline-model-parallel-size"]
     flags |= {name: str(size) for name, size in layout.items() if name in flags}

@@ -267,10 +267,10 @@ def test_many_notes_about_accepted_flags_are_one_line() -> None:
     (note,) = parse_arguments([*MINIMAL, *flags, "--use-mcore-models"]).notes
     assert note.startswith("5 flags change nothing here (docs/flags.md says why): --cuda-graph-scope --test-mode ")
     done = parse_arguments(
-        [*MINIMAL, *flags, "--use-mcore-models", "--wandb-project", "p", "--wandb-entity", "e"]
+        [*MINIMAL, *flags, "--use-mcore-models", "--one-logger-project", "p", "--app-tag-run-name", "e"]
     ).notes
     assert done[0] == note
-    assert done[1].startswith("--wandb-project, --wandb-entity: not done, metrics go to metrics.jsonl")
+    assert done[1].startswith("--one-logger-project, --app-tag-run-name: not done, metrics go where --report-to")
     also = parse_arguments([*MINIMAL, *flags, "--use-mcore-models", "--ckpt-format", "torch", "--save", "s"]).notes
     assert also == (note, "--ckpt-format torch: is --ckpt-format megalite here")
 

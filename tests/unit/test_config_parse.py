@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
         "--save needs one value, got none",
         "--num-layers needs one value, got 1 2",
         "--mask-prob is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)",
-        "unknown flag --qqqqqqqq (--help describes all flags)",
+        "unknown flag --qqqqqqqq (--help all describes all flags)",
     ]
 
 
@@ -97,7 +98,7 @@ def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
     assert failure(["--hidden-size"]).splitlines() == [
         "--hidden-size needs one value, got none",
         "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size "
-        "(--help describes all flags)",
+        "(--help all describes all flags)",
     ]
 
 
@@ -227,7 +228,9 @@ def test_no_flag_that_is_refused_is_suggested() -> None:
     for name in refused[::10]:
         suggested = failure([*MINIMAL, f"--{name}x"]).partition("did you mean --")[2].rstrip("?")
         assert not suggested or megatron_flags.refusal(suggested) is None
-    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz (--help describes all flags)"
+    assert (
+        failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz (--help all describes all flags)"
+    )
     assert failure([*MINIMAL, "--no-rope-fusio"]) == "unknown flag --no-rope-fusio, did you mean --no-rope-fusion?"
 
 
@@ -259,13 +262,54 @@ def test_sequence_parallel_alone_is_switched_off_with_a_note() -> None:
     assert split.notes == ()
 
 
-def test_help_lists_every_field_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+def shown_help(words: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ending:
-        parse_arguments(["--help"])
+        parse_arguments(words.split())
     assert ending.value.code == 0
-    shown = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_help_all_lists_every_field_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_help("--help all", capsys)
     assert all(f"--{name.replace('_', '-')} " in shown.replace(",", " ") for name in fields_by_name())
     assert all(f"{section} options" in shown for section in section_types())
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_help_begins_with_a_page_that_fits(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py"])
+    lines = shown_help("--help", capsys).splitlines()
+    assert max(map(len, lines)) <= min(columns, 112)
+    assert columns < 80 or len(lines) <= 50
+    assert max(map(len, shown_help("--help data parallel", capsys).splitlines())) <= min(columns, 112)
+    listed = {line.split()[0] for line in lines if re.match(r"  [\w-]+ +\S", line)}
+    required = {f"--{name.replace('_', '-')}" for name, place in fields_by_name().items() if place.required}
+    assert listed >= {*required, *section_types(), "all", "--train-iters", "--data-path", "--save"}
+
+
+def test_help_of_a_topic_has_its_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--help model", "--help=model", "-h model", "--num-layers 2 --help model --lr 1"):
+        shown = shown_help(words, capsys)
+        assert "model options:" in shown
+        assert "optimizer options:" not in shown
+    assert "--num-layers whole number\n      Transformer layers. (must be given)\n" in shown
+    both = shown_help("--help optimizer model", capsys)
+    assert both.index("optimizer options:") < both.index("model options:")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--help optimiser", "there is no such topic, did you mean optimizer?; there are model, parallel, data, "),
+        ("--help=lr", "this flag is in --help optimizer"),
+        ("-h all 7", "there is no such topic; there are model, "),
+    ],
+)
+def test_help_of_no_topic_says_which_there_are(words: str, says: str) -> None:
+    assert failure(words.split()).startswith(f"--help {words.replace('=', ' ').split()[-1]}: {says}")
 
 
 def test_configuration_needs_neither_torch_nor_a_thread() -> None:
@@ -318,8 +362,12 @@ def test_bf16_squares_stop_falling_where_the_note_says() -> None:
     assert falls[0.99].all()
 
 
-def test_nothing_at_all_is_answered_with_an_example_that_runs() -> None:
-    with pytest.raises(ConfigurationError, match="--help describes all flags") as raised:
-        parse_arguments([])
-    flags = str(raised.value).rpartition("made-up data: ")[2].split()
-    resolve(parse_arguments(flags).config, 1)
+def test_nothing_at_all_is_answered_in_two_lines() -> None:
+    missing, hint = failure([]).splitlines()
+    assert missing.startswith("missing: --num-layers, --hidden-size, ")
+    assert hint == "--help shows what a run needs, and one to try on made-up data; --help all describes all flags"
+
+
+def test_the_first_run_of_the_help_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command, *_ = re.findall(r"pretrain_gpt\.py (--num-layers.*?)\n\n", shown_help("--help", capsys), re.DOTALL)
+    resolve(parse_arguments(command.replace("\\\n", " ").split()).config, 1)

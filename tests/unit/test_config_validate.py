@@ -1129,3 +1129,26 @@ def test_channels_are_rotated_in_pairs(flags: str, rotated: str) -> None:
     """One channel fewer would be another network than the flags say, and than other programs make of them."""
     expected = f"--rotary-percent {rotated} channels per head, which go in pairs: choose a share of an even number"
     assert problems(f"--position-embedding-type rope {flags}") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            "--report-to prometheus",
+            "--report-to prometheus needs --prometheus-textfile FILE, or a --save that is a folder",
+        ),
+        ("--report-to prometheus --save memory://run", "--report-to prometheus needs --prometheus-textfile FILE"),
+        (
+            "--prometheus-textfile megalite.txt",
+            "--prometheus-textfile megalite.txt: give a file whose name ends in .prom",
+        ),
+        ("--prometheus-textfile s3://bucket/a.prom", "--prometheus-textfile s3://bucket/a.prom: give a file"),
+        (
+            "--wandb-project p --wandb-save-dir s3://bucket/w",
+            "--wandb-save-dir s3://bucket/w: Weights & Biases appends",
+        ),
+    ],
+)
+def test_files_of_sinks_are_checked(flags: str, expected: str) -> None:
+    assert any(line.startswith(expected) for line in problems(flags)), problems(flags)

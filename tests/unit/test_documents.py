@@ -73,6 +73,20 @@ def test_files_and_tests_that_are_named_exist(document: str) -> None:
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{document} names {path}::{test}"
 
 
+def test_messages_that_are_quoted_exist() -> None:
+    """Compare docs/troubleshooting.md with literals of the code, between dots that stand for names and numbers."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    messages = [line for language, block in blocks if not language for line in block.splitlines()]
+    code = "".join(path.read_text() for path in (ROOT / "megalite").rglob("*.py"))
+    code = re.sub(r"""["']\n *f?["']""", "", code)  # literals that stand below each other are one
+    assert len(messages) > 15
+    for message in messages:
+        parts = [part.strip() for part in message.split("...") if len(part.strip()) > 1]
+        assert parts
+        assert not [part for part in parts if part not in code], message
+
+
 def test_the_page_for_agents_names_what_exists() -> None:
     page = (ROOT / "AGENTS.md").read_text()
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -42,7 +42,7 @@ def test_what_is_installed_is_not_missing() -> None:
 
 def test_the_extras_of_the_project_are_here() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    of_tests = [lines for name, lines in extras.items() if name not in ("test", "s3", "gs", "abfs")]
+    of_tests = [lines for name, lines in extras.items() if name not in ("test", "s3", "gs", "abfs", "sinks")]
     assert {line.split(">")[0] for lines in of_tests for line in lines} <= set(EXTRAS.values())
 
 

@@ -57,7 +57,7 @@ def test_a_setting_that_does_not_fit_is_named(settings: dict[str, Any], told: st
         ("callbacks", r"here a loop of one's own: for batch in run.batches\(\)"),
         ("scheduler", r'here AdamW\(schedule="cosine", steps=..., warmup=...\)'),
         ("device", "here no argument: each rank has the GPU of its number"),
-        ("wandb_project", "not done, metrics go to metrics.jsonl"),
+        ("one_logger_project", "not done, metrics go where report_to=... says"),
         ("fsdp", r"here Layout\(zero=...\) \(full_shard: 3; shard_grad_op: 2\)"),
         ("zero", r"here layout=megalite.Layout\(zero=...\)"),
     ],

@@ -181,31 +181,3 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: not a regular file, but a pipe.*--metrics-path"):
         MetricsWriter(path)
     assert path.is_fifo()
-
-
-def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with MetricsWriter(tensorboard_directory=tmp_path) as writer:
-        writer.write(step(1, losses={"lm_loss": 4.5}))
-        writer.write(step(2, losses={"lm_loss": 3.5}))
-        writer.write(ValidationMetrics(2, 16, 1024, valid_loss=3.75))
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [(1, 4.5), (2, 3.5)]
-    assert [(event.step, event.value) for event in events.Scalars("valid_loss")] == [(2, 3.75)]
-    assert "mfu" not in events.Tags()["scalars"]
-
-
-def test_tensorboard_gets_less_where_it_is_asked_to(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    flags = {"event_interval": 2, "without_events": ("loss_scale",)}
-    with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path, **flags) as writer:
-        for iteration in (1, 2, 3, 4):
-            writer.write(step(iteration, losses={"lm_loss": 4.5}))
-        writer.write(ValidationMetrics(3, 16, 1024, valid_loss=3.75))
-    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
-    assert [event.step for event in events.Scalars("lm_loss")] == [2, 4]
-    assert [event.step for event in events.Scalars("valid_loss")] == [3]
-    assert "loss_scale" not in events.Tags()["scalars"]
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 3]
-    assert "loss_scale" in lines[0]

@@ -20,7 +20,7 @@ from megalite.watchdog.sections import OF_A_STEP
 from tests.harness.metrics_page import explained, undocumented
 
 README = Path(__file__).parents[2] / "README.md"
-TIMING = Timing([[0.0] * len(OF_A_STEP)], ["host"])
+TIMING = Timing([[1.0] * len(OF_A_STEP)] * 2, ["host"] * 2, {"tp": [0.0, 1.0]}, [1.0, 2.0])
 OF_TERMS = {LM_LOSS.name, LOSS, Z_LOSS, ENTROPY, *(loss.name for loss in BALANCING_LOSSES.values())}
 SPEED = {"tokens_per_second": 1.0, "mfu": None}
 

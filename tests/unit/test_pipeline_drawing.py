@@ -112,6 +112,36 @@ def test_messages_between_neighbours_are_arrows_unless_they_are_too_many() -> No
     assert back == pytest.approx([drawing.LEFT + 4 * scale, edges[1], drawing.LEFT + 4 * scale, edges[0]], abs=0.01)
 
 
+def charts(page: str) -> dict[str, ElementTree.Element]:
+    """Return the pictures of a page by the class of what is around each."""
+    found = re.findall(r'<div class="(\w+)">(<svg.*?</svg>)', page, re.DOTALL)
+    return {name: ElementTree.fromstring(svg) for name, svg in found}
+
+
+@pytest.mark.parametrize(("micro_batches", "wide"), [(2, False), (64, True)])
+def test_a_page_fits_a_window_and_has_the_full_width_on_request(micro_batches: int, wide: bool) -> None:
+    drawn = time_line("zb-v", Stages(4, 2, v_shaped=True), micro_batches)
+    page = drawing.to_html(drawn)
+    found = charts(page)
+    assert found.keys() == ({"fitted", "whole"} if wide else {"fitted"})
+    assert ('id="whole"' in page) is wide
+    assert float(found["fitted"].attrib["width"]) <= 1280 - 2 * 16  # a window without the margins of the page
+    for chart in found.values():
+        titles = [group.findtext(f"{SVG}title") for group in chart.iter(f"{SVG}g") if group.get("class") == "box"]
+        assert len(titles) == sum(map(len, drawn.spans))
+        assert all(titles)
+
+
+def test_the_legend_names_all_that_is_drawn_and_stands_in_the_picture() -> None:
+    step = measured("zb-v", Stages(2, 2, v_shaped=True), 1)  # its legend is wider than its rows
+    page, svg = drawing.to_html(step), ElementTree.fromstring(drawing.to_svg(step))
+    texts = {str(text.text): float(text.attrib["x"]) for text in svg.iter(f"{SVG}text")}
+    for words in ("forward, chunks 0 to 1", "backward for the weights, chunks 0 to 1", "communication"):
+        assert f'<span class="words">{words}</span>' in page
+        assert texts[words] + 7 * len(words) <= float(svg.attrib["width"])
+    assert ">communication<" not in drawing.to_html(time_line("1f1b", Stages(2), 2))
+
+
 def test_what_is_written_under_the_picture() -> None:
     stages = Stages(4)
     drawn = TimeLine("1f1b", stages, simulate(stages, orders_of(SCHEDULES["1f1b"], stages, 8), durations()))
@@ -182,7 +212,7 @@ def test_training_writes_a_page_and_a_trace(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["pipeline_step_000007.html", "pipeline_step_000007.json"]
     page = paths[0].read_text()
     assert re.findall(r"(?:href|src|url\(|@import)", page) == []  # nothing is fetched
-    found = boxes(page[page.index("<svg") : page.index("</main>")])
+    found = boxes(page[page.rindex("<svg") : page.rindex("</div>")])
     for rank, spans in enumerate(written.spans):
         for span in spans:
             [(rectangle, number)] = found[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def test_torchrun_shows_the_first_error_as_the_root_cause(tmp_path: Path, monkey
     monkeypatch.setenv(torchrun_record.VARIABLE, str(again))
     assert torchrun_record.record("another attempt reports anew")
     assert again.exists()
+
+
+def test_a_rank_that_explains_the_death_of_another_is_the_root_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun has seen the death before, and gives the others 30 seconds to end."""
+    file = tmp_path / "attempt_0" / "1" / "error.json"
+    file.parent.mkdir(parents=True)
+    killed = ProcessFailure(0, 10, -9, str(tmp_path / "attempt_0" / "0" / "error.json"))
+    killed.timestamp -= 30  # of torchrun
+    monkeypatch.setenv(torchrun_record.VARIABLE, str(file))
+    assert torchrun_record.record("error: rank 0 has ended without a message")
+    failures = {0: killed, 1: ProcessFailure(1, 11, 85, str(file))}
+    block = str(ChildFailedError("pretrain_gpt.py", failures))
+    assert re.search(r"traceback : error: rank 0 has ended without a message\n=+$", block)
 
 
 def test_without_torchrun_every_error_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megalite.watchdog.sections import (
     Limits,
     OpenSection,
     Sections,
+    waiting_on,
 )
 
 SECONDS = st.floats(0.0, 1e6)
@@ -30,10 +31,13 @@ class Clock:
     """Clock that a test advances."""
 
     def __init__(self) -> None:
-        self.now, self.waited = 100.0, 0.0
+        self.now, self.waits = 100.0, {"tp": 0.0, "pp": 0.0}
+
+    def wait(self, axis: str, seconds: float) -> None:
+        self.now, self.waits[axis] = self.now + seconds, self.waits[axis] + seconds
 
     def sections(self) -> Sections:
-        return Sections(lambda: self.waited, lambda: self.now)
+        return Sections(self.waits, lambda: self.now)
 
 
 @given(least=SECONDS, unlearnt=SECONDS, longest=SECONDS)
@@ -103,12 +107,19 @@ def test_what_is_waited_for_others_is_left_out_of_a_ranks_own_time() -> None:
     clock = Clock()
     sections = clock.sections()
     with sections(STEP):
-        clock.now, clock.waited = clock.now + 5.0, clock.waited + 3.0
+        clock.now += 2.0
+        clock.wait("tp", 3.0)
     with sections(STEP):
         clock.now += 1.0
     with sections(DATA):  # a process that stood still in a collective has waited longer than it was there
-        clock.now, clock.waited = clock.now + 60.5, clock.waited + 60.5
+        clock.wait("pp", 60.5)
         sections.was_stopped(60.0)
     assert sections.longest == {STEP: 5.0, DATA: 0.5}
-    assert sections.take() == {STEP: 3.0, WAITING: 3.0, DATA: 0.0}
+    assert sections.take() == {
+        STEP: 3.0,
+        WAITING: 3.0,
+        DATA: 0.0,
+        waiting_on("tp"): 3.0,
+        waiting_on("pp"): 0.0,
+    }
     assert sections.take() == {}

@@ -99,9 +99,10 @@ class SharedWeights:
 @contextmanager
 def uncounted(mesh: ParallelMesh) -> Iterator[None]:
     """Leave the block's messages out of the bytes of a step, which are those of its training."""
-    sent = mesh.traffic.bytes_sent
+    sent = dict(mesh.traffic.by_axis)
     yield
-    mesh.traffic.bytes_sent = sent
+    mesh.traffic.by_axis.clear()
+    mesh.traffic.by_axis.update(sent)
 
 
 def judge(rows: Sequence[Sequence[Row]]) -> dict[int, Difference]:

@@ -209,4 +209,4 @@ class Collected:
         """Send to or receive from a rank, and wait for it."""
         world = self._mesh.world()
         work = launch(operation, world.process_group, [tensor], peer, 0)
-        Pending(work, tensor, world.waits).wait("waited for a part of the weights from or to rank %d", peer)
+        Pending(work, tensor, world).wait("waited for a part of the weights from or to rank %d", peer)

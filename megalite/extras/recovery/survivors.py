@@ -33,7 +33,7 @@ from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.optim.buckets import DataParallel
 from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import WORLD, ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.parallel.stage import LossTerm, TermSums, add_sums
 from megalite.pipeline.engine import RunningStep, StepObserver
@@ -322,7 +322,7 @@ class SurvivorsTrainer(Trainer):
                     raise CommunicationError(f"a rank has ended in the step: {str(error).splitlines()[0]}") from error
                 time.sleep(pause)
             return False
-        self.mesh.waits.seconds += time.perf_counter() - began
+        self.mesh.waits.by_axis[WORLD] += time.perf_counter() - began
         return True
 
     def _keep(self, gradients: Gradients, reductions: Sequence[tuple[int, int]]) -> NoReturn:

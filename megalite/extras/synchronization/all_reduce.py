@@ -142,7 +142,7 @@ def _exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group:
     message = partial(dist.P2POp, group=group.process_group)
     batch = [message(dist.isend, each, group_peer=peer) for peer, each in sent.items()]
     batch += [message(dist.irecv, each, group_peer=peer) for peer, each in received.items()]
-    return Pending(_All(launch(dist.batch_isend_irecv, batch)), torch.empty(0), group.waits)
+    return Pending(_All(launch(dist.batch_isend_irecv, batch)), torch.empty(0), group)
 
 
 @dataclass(frozen=True)

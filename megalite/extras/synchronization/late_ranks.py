@@ -284,7 +284,7 @@ class LateRanksTrainer(Trainer):
         """Wait for the decision of this pipeline's leader on a micro-batch."""
         began = time.perf_counter()
         is_late = self.board.decided(step, self.pipeline, micro_batch)
-        self.mesh.waits.seconds += time.perf_counter() - began
+        self.mesh.waits.by_axis["dp"] += time.perf_counter() - began
         return is_late
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:

@@ -60,15 +60,15 @@ class Link:
             return completed(tensor)
         group, sent = self.outgoing, tensor.cpu()
         group.record("send", tensor.nbytes)
-        return Pending(launch(dist.ProcessGroup.send, group.process_group, [sent], 1, 0), sent, group.waits)
+        return Pending(launch(dist.ProcessGroup.send, group.process_group, [sent], 1, 0), sent, group)
 
     def receive(self, tensor: Tensor, *, timed: bool = True) -> Tensor:
         """Receive into a tensor in host memory. Only the main thread's waits may be `timed`."""
         if not tensor.numel():
             return tensor
-        waits = self.incoming.waits if timed else None
+        group = self.incoming if timed else None
         work = launch(dist.ProcessGroup.recv, self.incoming.process_group, [tensor], 0, 0)
-        return Pending(work, tensor, waits).wait("waited for a message from rank %d", self.peer)
+        return Pending(work, tensor, group).wait("waited for a message from rank %d", self.peer)
 
 
 def slice_of(layout: BucketLayout, server: int, servers: int) -> slice:

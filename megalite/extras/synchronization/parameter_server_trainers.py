@@ -149,7 +149,7 @@ class WorkerTrainer(_PartTrainer):
             "dropped_gradients": of_servers.dropped,
             **figures,
         }
-        sent, size = self.mesh.traffic.bytes_sent - gradients.bytes_sent, gradients.batch_size
+        sent, size = gradients.bytes_sent, gradients.batch_size
         seconds = time.perf_counter() - gradients.began
         return self._metrics(name, loss, StepResult({"all": norm}), rates, 1.0, size, seconds, sent, extra)
 

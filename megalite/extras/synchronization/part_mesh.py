@@ -14,7 +14,7 @@ class PartMesh(ParallelMesh):
     def __init__(self, whole: ParallelMesh, first: int, count: int) -> None:
         super().__init__(rank=whole.rank - first, world_size=count, device=whole.device, timeout=whole._timeout)
         self.whole, self.first = whole, first
-        self.waits, self.traffic = whole.waits, whole.traffic
+        self.waits, self.traffic, self.counted = whole.waits, whole.traffic, whole.counted
 
     def _cached_group(self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> Group:
         group = self.whole._cached_group(kind, tuple(self.first + rank for rank in ranks), timeout)

@@ -258,7 +258,7 @@ def test_a_process_alone_outlives_its_shell_and_needs_no_streams(tmp_path: Path)
     shell = f"nohup {command} <&- >&- 2>&- & while [ ! -s {begun} ]; do sleep 0.05; done"
     subprocess.run(["sh", "-c", shell], check=True, timeout=60)
     assert not (tmp_path / "run" / "DONE").exists()
-    until((tmp_path / "run" / "DONE").exists, "the run has not finished")
+    until((tmp_path / "run" / "DONE").exists, "the run has not finished", 120.0)
     assert iterations(tmp_path / "run") == list(range(1, 61))
 
 

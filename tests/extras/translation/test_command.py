@@ -102,8 +102,10 @@ def test_what_is_refused_or_needed_is_not_run(
 
 
 def test_a_need_of_what_is_left_out_is_no_need() -> None:
-    report = Report(missing=["line 1: --wandb-project needs $W: give --set W=VALUE", "line 2: --save needs $S: ..."])
-    report.add_megatron(["--use-mcore-models", "--wandb-project", "$W", "--save", "$S"])
+    report = Report(
+        missing=["line 1: --one-logger-project needs $W: give --set W=VALUE", "line 2: --save needs $S: ..."]
+    )
+    report.add_megatron(["--use-mcore-models", "--one-logger-project", "$W", "--save", "$S"])
     assert report.missing == ["line 2: --save needs $S: ..."]
     assert report.flags == ["--use-mcore-models", "--save", "$S"]
 

@@ -1,0 +1,1 @@
+"""Reports of runs: pages, pictures and numbers that follow from their records."""

@@ -1,0 +1,1 @@
+"""Sinks of records: the real libraries read back what they were given."""
