@@ -124,17 +124,21 @@ class _Worker(threading.Thread):
     def _send(self) -> None:
         records = [self._queue.popleft() for _ in range(len(self._queue))]
         self._taken += len(records)
-        if records and not self._attempt(lambda: self._service.send(records)):
+        if not records:
+            return
+        if self._attempt(lambda: self._service.send(records)):
+            self._failure = None
+        else:
             self._lost += len(records)
 
     def _attempt(self, function: Callable[[], None]) -> bool:
         """Call the service, and tell whether it has not failed."""
         try:
             self._call(function)
-            self._failure = None
         except BaseException as error:
             self._failure = _described(error)
-        return self._failure is None
+            return False
+        return True
 
     def _call(self, function: Callable[[], None]) -> None:
         self._called = time.monotonic()
