@@ -81,3 +81,12 @@ def _aligned(cells: Sequence[str]) -> list[str]:
     width = max(map(len, cells))
     numbers = all(re.fullmatch(r"-?|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells[1:])
     return [cell.rjust(width) if numbers else cell.ljust(width) for cell in cells]
+
+
+def in_words(number: float) -> str:
+    """Return a number of bytes as text, with a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

@@ -179,6 +179,8 @@ class TrainingLoop:
             figures["world_size"] = self.mesh.world_size
         if self.copies is not None:
             figures |= self.copies.figures()
+        if self.metrics is None and (counted := self.trainer.task.counted_memory) is not None:
+            figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         self._record(self.metrics)
         if self.trainer.decisions:

@@ -82,6 +82,7 @@ class Task(ABC):
         has_empty_slots: micro-batches can be empty: all their tokens are padding, which counts nowhere.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
+        counted_memory: bytes that this rank keeps on its device, as `summary` has counted them; None before.
     """
 
     loss_name: str
@@ -97,6 +98,7 @@ class Task(ABC):
     offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
     has_empty_slots: bool = False
+    counted_memory: int | None = None
 
     # ------------------------------------------------------------------------------------------------ the network
 

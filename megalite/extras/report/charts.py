@@ -32,6 +32,8 @@ TITLES = {
     "iteration_time_s": "Seconds of a step, by section",
     "time_s": "Seconds of data, evaluations and saves",
     "wait_s": "Seconds of waits in a step, by axis",
+    "wait_s/max_rank": "Rank that waits longest, by axis",
+    "wait_s/min_rank": "Rank that waits least, by axis: others wait for it",
     "bytes_sent": "Bytes that rank 0 sends in a step",
     "peak_memory_bytes": "Peak memory (bytes)",
     "host_memory_bytes": "Memory of the host (bytes)",
@@ -97,12 +99,12 @@ def _base(key: str, run: Recorded) -> str:
     if key in BESIDE:
         return "time_s"
     if key.endswith("_rank"):
-        return key
+        return f"wait_s/{key.rsplit('/', 1)[1]}" if key.startswith("wait_s/") else key
     base = key.split("/", 1)[0]
     for before in ("valid_", "test_"):
         if base.startswith(before):
             base = base.removeprefix(before)
-            return run.loss if base == "loss" else base
+            return run.facts.loss if base == "loss" else base
     return base
 
 

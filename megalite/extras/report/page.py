@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
-from megalite.extras.report.figures import MARKS, counted, facts, findings, marks, share_text
+from megalite.extras.report.figures import MARKS, counted, figures, findings, marks, share_text, waits
 from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
-from megalite.process.output import printable
+from megalite.process.output import in_words, printable
 from megalite.svg import page as html_page
+from megalite.training.facts import CAUSES
 
 _DARK = ("#6aa9ff", "#ff9d5c", "#6fc796", "#c79be0", "#ff8a80", "#5fd0d9", "#d9bd4f", "#a9b2bb")
 MOST_EVENTS = 200
@@ -43,9 +44,9 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "place": run.place,
-                "facts": facts(run),
+                "facts": figures(run),
                 "findings": findings(run),
-                "seconds": run.spent,
+                "seconds": run.facts.spent,
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
                 "config": flat(run.config),
             }
@@ -82,6 +83,7 @@ def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
         "</div></section>",
         _constants([chart for chart in drawn if _is_constant(chart)], runs),
         _spent(runs),
+        _waits(runs),
         _events(runs),
         _differences(runs),
         *(_configuration(run) for run in runs),
@@ -113,7 +115,7 @@ def _switch(units: Sequence[str]) -> str:
 def _header(runs: Sequence[Recorded], now: float) -> str:
     if len(runs) == 1:
         return _of_one(runs[0], now)
-    shown = [dict(_shown(facts(run))) for run in runs]
+    shown = [dict(_shown(figures(run))) for run in runs]
     keys = list(dict.fromkeys(key for each in shown for key in each))
     rows = [[run.name, *(each.get(key, "") for key in keys)] for run, each in zip(runs, shown, strict=True)]
     parts = [_table(["run", *keys], rows)]
@@ -123,7 +125,7 @@ def _header(runs: Sequence[Recorded], now: float) -> str:
 
 
 def _of_one(run: Recorded, now: float) -> str:
-    found = facts(run)
+    found = figures(run)
     items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(found))
     written, ago = found["last_written"], ""
     if isinstance(written, float):
@@ -149,7 +151,7 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
         return "" if not isinstance(value, int | float) else short(value)
 
     best = found["best_valid_step"]
-    memory = found["peak_memory_bytes"]
+    memory, counted = found["peak_memory_bytes"], found["predicted_memory_bytes"]
     lost = found["skipped_steps"]
     entries = [
         ("state", str(found["state"])),
@@ -164,7 +166,8 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
         ("MFU", number("mfu", ".1%")),
         ("time in steps", number("goodput", ".1%")),
         ("restarts", str(found["restarts"]) if found["restarts"] else ""),
-        ("peak memory", bytes_text(memory) if isinstance(memory, float) else ""),
+        ("peak memory", f"{in_words(memory)} on rank {found['peak_memory_rank']}" if isinstance(memory, float) else ""),
+        ("counted at the start, on rank 0", in_words(counted) if isinstance(counted, float) else ""),
         ("skipped steps", str(lost) if lost else ""),
     ]
     return [(name, value) for name, value in entries if value]
@@ -182,14 +185,6 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def bytes_text(value: float) -> str:
-    """Return a number of bytes as text."""
-    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.0f} bytes"
 
 
 def _when(at: float) -> str:
@@ -224,28 +219,35 @@ def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
         for chart in same
         for line in chart.lines
     ]
-    if not rows:
-        return ""
-    return f"<details><summary>{counted(len(rows), 'figure')} that did not change</summary>{_table([], rows)}</details>"
+    return _details(f"{counted(len(rows), 'figure')} that did not change", [], rows)
+
+
+def _waits(runs: Sequence[Recorded]) -> str:
+    """Return the table of who waits on which axis, and for whom."""
+    rows = [
+        [
+            *([run.name] if len(runs) > 1 else []),
+            each.axis,
+            f"{1000 * each.seconds:,.4g} ms",
+            f"rank {each.waiting[0]} in {share_text(each.waiting[1])}, {1000 * each.longest:,.4g} ms",
+            "" if each.awaited is None else f"rank {each.awaited[0]} in {share_text(each.awaited[1])}",
+        ]
+        for run in runs
+        for each in waits(run)
+    ]
+    header = ["axis", "a step, median rank", "who waits longest", "who waits least: others wait for it"]
+    return _details("Who waits, and for whom", [*(["run"] if len(runs) > 1 else []), *header], rows)
 
 
 def _spent(runs: Sequence[Recorded]) -> str:
     """Return the table of what the time of the runs went into."""
-    told = [run for run in runs if sum(run.spent.values()) > 0]
-    if not told:
-        return ""
+    told = [run for run in runs if sum(run.facts.spent.values()) > 0]
     rows = [
-        [
-            cause,
-            *(
-                f"{duration(run.spent[cause])}, {share_text(run.spent[cause] / sum(run.spent.values()))}"
-                for run in told
-            ),
-        ]
-        for cause in told[0].spent
-        if any(run.spent[cause] for run in told)
+        [cause, *(f"{duration(run.facts.spent[cause])}, {share_text(run.facts.share(cause) or 0.0)}" for run in told)]
+        for cause in CAUSES
+        if any(run.facts.spent[cause] for run in told)
     ]
-    return f"<details><summary>Where the time went</summary>{_table(['', *(run.name for run in told)], rows)}</details>"
+    return _details("Where the time went", ["", *(run.name for run in told)], rows)
 
 
 def _events(runs: Sequence[Recorded]) -> str:
@@ -253,15 +255,11 @@ def _events(runs: Sequence[Recorded]) -> str:
     rows = [
         [*([run.name] if len(runs) > 1 else []), f"{mark.step:,}", mark.words] for run in runs for mark in marks(run)
     ]
-    if not rows:
-        return ""
     left = f"<p class='grey'>The first {MOST_EVENTS} of {len(rows):,}.</p>" if len(rows) > MOST_EVENTS else ""
     names = ", ".join(f"{kind}: {words}" for kind, words in MARKS.items())
-    return (
-        f"<details><summary>{counted(len(rows), 'event')}</summary>{left}"
-        f"{_table([*(['run'] if len(runs) > 1 else []), 'step', 'what'], rows[:MOST_EVENTS])}"
-        f"<p class='grey'>Marks on the curves: {_text(names)}.</p></details>"
-    )
+    after = f"{left}<p class='grey'>Marks on the curves: {_text(names)}.</p>"
+    header = [*(["run"] if len(runs) > 1 else []), "step", "what"]
+    return _details(counted(len(rows), "event"), header, rows[:MOST_EVENTS], after)
 
 
 def differences(runs: Sequence[Recorded]) -> dict[str, tuple[str, ...]]:
@@ -283,10 +281,14 @@ def _differences(runs: Sequence[Recorded]) -> str:
 
 
 def _configuration(run: Recorded) -> str:
-    rows = [[key, value] for key, value in flat(run.config).items()]
+    return _details(f"Configuration of {run.name}", [], [[key, value] for key, value in flat(run.config).items()])
+
+
+def _details(summary: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
+    """Return a table that is closed at first, or nothing if it has no rows."""
     if not rows:
         return ""
-    return f"<details><summary>Configuration of {_text(run.name)}</summary>{_table([], rows)}</details>"
+    return f"<details><summary>{_text(summary)}</summary>{_table(header, rows)}{after}</details>"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
