@@ -59,12 +59,14 @@ class Datasets(NamedTuple, Generic[Sample]):
 
     Attributes:
         notes: messages for the user about the data.
+        blend: the blend that the samples of training are taken from, if there is one.
     """
 
     train: Dataset[Sample] | None
     valid: Dataset[Sample] | None
     test: Dataset[Sample] | None
     notes: tuple[str, ...] = ()
+    blend: BlendedDataset[Any] | None = None
 
 
 class Source(NamedTuple, Generic[Sample]):
@@ -143,7 +145,8 @@ def build_datasets(
         if missing:  # a note is enough for the test set: the default --split includes one
             notes.append(f"no test at the end of training: {missing}")
     train, valid, test = sets
-    return Datasets(train, valid, test, (*notes, *cache.notes))
+    blend = train if isinstance(train, BlendedDataset) else None
+    return Datasets(train, valid, test, (*notes, *cache.notes), blend)
 
 
 def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:
@@ -176,9 +179,9 @@ def _build_split(
     if part.weights is None:
         datasets = [build(prefix, None) for prefix in part.prefixes]
         size = max(least, min(need, sum(map(len, datasets))))
-        return BlendedDataset(datasets, None, size, cache, part.prefixes[0])
+        return BlendedDataset(datasets, None, size, cache, part.prefixes)
     # The blend normalizes the weights once more, as Megatron-LM's does: their last digit can decide between ties.
     weights = normalize(part.weights)
     needs = [math.ceil(math.ceil(need * weight) * (1 + surplus)) for weight in weights]
     datasets = [build(prefix, count) for prefix, count in zip(part.prefixes, needs, strict=True)]
-    return BlendedDataset(datasets, weights, need, cache, part.prefixes[0])
+    return BlendedDataset(datasets, weights, need, cache, part.prefixes)

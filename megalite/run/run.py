@@ -206,6 +206,8 @@ class Run:
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
         self._loop = loop
+        if self.config.logging.sample_interval is not None:
+            loop.sampler = entry_point("text_sampler")(trainer)
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         return loop

@@ -22,6 +22,7 @@ from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDat
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
+from megalite.data.sources import MOST_SOURCES, SourceTokens
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import DataError, MegaliteError
@@ -48,6 +49,8 @@ class RunData:
     """Check of the token files in the background, while the run starts and trains."""
     routing: RoutingRecords | None = None
     """Records of routing that training replays."""
+    sources: SourceTokens | None = None
+    """Counts the tokens of training by source, if there are several."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -126,7 +129,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         eval_iters=training.eval_iters,
     )
     verification = Verification(reads=local_rank == 0)
-    train, valid, test, notes = _open_datasets(config, tokenizer, samples, verification)
+    train, valid, test, notes, blend = _open_datasets(config, tokenizer, samples, verification)
     if train is None:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
@@ -139,7 +142,10 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         for sample in _outermost_samples(config):
             routing.require(sample)
     verification.begin()
-    return RunData(tokenizer, train, valid, test, notes, verification, routing)
+    sources = None
+    if blend is not None and len(blend.prefixes) <= MOST_SOURCES:
+        sources = SourceTokens(blend.dataset_index, blend.prefixes, config.data.seq_length)
+    return RunData(tokenizer, train, valid, test, notes, verification, routing, sources)
 
 
 def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
@@ -223,7 +229,7 @@ def _with_fields(
         )
 
     train, valid, test = map(with_fields, (datasets.train, datasets.valid, datasets.test))
-    return Datasets(train, valid, test, datasets.notes)
+    return Datasets(train, valid, test, datasets.notes, datasets.blend)
 
 
 def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:

@@ -89,7 +89,14 @@ class TestMetrics(Metrics):
     test_loss: float
 
 
-_KINDS = StepMetrics, ValidationMetrics, TestMetrics
+@dataclass(frozen=True)
+class SampleMetrics(Metrics):
+    """Text that the network has written after the step `iteration`."""
+
+    sample: str
+
+
+_KINDS = StepMetrics, ValidationMetrics, TestMetrics, SampleMetrics
 _LONGEST_LINE = 2**24  # characters: a damaged file may be one line
 THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
 """Figures of a language model's speed."""

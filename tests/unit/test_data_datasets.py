@@ -98,16 +98,16 @@ def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], 
 
 def test_a_blend_of_too_many_is_refused() -> None:
     with pytest.raises(DataError, match="a blend of 32768 prefixes: at most 32767"):
-        BlendedDataset([[1]] * 2**15, [1.0] * 2**15, 5, IndexCache(), "unused")
+        BlendedDataset([[1]] * 2**15, [1.0] * 2**15, 5, IndexCache(), ["unused"])
 
 
 def test_a_blend_that_draws_too_little_names_the_flag(tmp_path: Path) -> None:
     datasets: Any = [[1] * 5, [1] * 4]
-    BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), str(tmp_path / "a"))
+    BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), [str(tmp_path / "a")])
     with pytest.raises(
         DataError, match=r"needs 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
     ):
-        BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), str(tmp_path / "a"))
+        BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), [str(tmp_path / "a")])
 
 
 def test_blend_gives_samples_in_proportion(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_splits_share_no_document(tmp_path: Path) -> None:
 
 def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
-    train, valid, test, _ = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
+    train, valid, test, *_ = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
     assert test is None
     assert {int(train[i][0]) for i in range(30)} == {1}
     assert {int(valid[i][0]) for i in range(5)} == {1, 2}
@@ -241,7 +241,7 @@ def test_each_evaluation_of_a_run_has_samples_of_its_own(steps: int, evaluations
 
 
 def test_mock_data_needs_no_files() -> None:
-    train, valid, test, _ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
+    train, valid, test, *_ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
     assert isinstance(train, MockDataset)
     assert valid is not None
     assert (len(train), len(valid), test) == (10, 5, None)

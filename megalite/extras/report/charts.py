@@ -37,6 +37,7 @@ TITLES = {
     "bytes_sent": "Bytes that rank 0 sends in a step",
     "peak_memory_bytes": "Peak memory (bytes)",
     "host_memory_bytes": "Memory of the host (bytes)",
+    "consumed_tokens": "Tokens by source",
     "max_expert_load": "Load of the busiest expert, by layer",
     "min_expert_load": "Load of the idlest expert, by layer",
 }
@@ -45,6 +46,8 @@ BESIDE = {"data_time_s", "evaluation_time_s", "save_time_s"}
 """Figures of some lines alone, which stand in one chart as dots."""
 HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped", "start_time_s"}
 """Figures that are places or marks of a chart, no lines."""
+OF_SOURCE = "consumed_tokens/"
+"""Beginning of the tokens of a source."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
 
 
@@ -123,6 +126,8 @@ def _chart(
     events: tuple[tuple[int, Mark], ...],
 ) -> Chart:
     """Return the chart of some figures. `events`: marks, each with the number of its run."""
+    if base == "consumed_tokens":  # heat maps are of levels, and these grow
+        members = sorted(members, key=lambda each: -(each[1].last(each[2]) or 0.0))[:MOST_LINES]
     keys = {key for _, _, key in members}
     is_map = len(runs) == 1 and (base in HEAT_MAPS or len(keys) > MOST_LINES)
     most = max(8, MOST_POINTS // len(members))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from megalite.extras.report import tables
 from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
-from megalite.extras.report.figures import MARKS, counted, figures, findings, marks, share_text, waits
+from megalite.extras.report.figures import figures, findings, marks
 from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
+from megalite.extras.report.tables import as_text, duration, table
 from megalite.process.output import in_words, printable
 from megalite.svg import page as html_page
-from megalite.training.facts import CAUSES
 
 _DARK = ("#6aa9ff", "#ff9d5c", "#6fc796", "#c79be0", "#ff8a80", "#5fd0d9", "#d9bd4f", "#a9b2bb")
-MOST_EVENTS = 200
-"""Events in the list of a run."""
 
 
 def _style() -> str:
@@ -47,12 +45,13 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
                 "facts": figures(run),
                 "findings": findings(run),
                 "seconds": run.facts.spent,
+                "samples": [{"step": step, "text": text} for step, text in run.samples],
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
                 "config": flat(run.config),
             }
             for run in runs
         ],
-        "differences": {key: list(values) for key, values in differences(runs).items()},
+        "differences": {key: list(values) for key, values in tables.differences(runs).items()},
         "charts": [
             {
                 "title": chart.title,
@@ -75,27 +74,25 @@ def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
     moving = [chart for chart in drawn if not _is_constant(chart)]
     body = [
         *_switch_inputs(units),
-        f"<header><h1>{_text(names)}</h1>{_header(runs, now)}</header>",
+        f"<header><h1>{as_text(names)}</h1>{_header(runs, now)}</header>",
         _switch(units),
         "<main>",
         "<section aria-label='Charts'><div class='charts'>",
         *(_figure(chart) for chart in moving),
         "</div></section>",
-        _constants([chart for chart in drawn if _is_constant(chart)], runs),
-        _spent(runs),
-        _waits(runs),
-        _events(runs),
-        _differences(runs),
-        *(_configuration(run) for run in runs),
+        *(tables.samples(run, len(runs) > 1) for run in runs),
+        tables.sources(runs),
+        tables.constants([chart for chart in drawn if _is_constant(chart)], runs),
+        tables.spent(runs),
+        tables.who_waits(runs),
+        tables.events(runs),
+        tables.differences_table(runs),
+        *(tables.configuration(run) for run in runs),
         f"<p class='grey'>Made by megalite-report at {_when(now)} from metrics.jsonl, which has every number.</p>",
         "</main>",
     ]
     title = f"{names}: megalite report"
     return html_page(printable(title), _style(), "\n".join(body), "light dark")
-
-
-def _text(words: object) -> str:
-    return escape(printable(str(words)))
 
 
 def _switch_inputs(units: Iterable[str]) -> list[str]:
@@ -118,7 +115,7 @@ def _header(runs: Sequence[Recorded], now: float) -> str:
     shown = [dict(_shown(figures(run))) for run in runs]
     keys = list(dict.fromkeys(key for each in shown for key in each))
     rows = [[run.name, *(each.get(key, "") for key in keys)] for run, each in zip(runs, shown, strict=True)]
-    parts = [_table(["run", *keys], rows)]
+    parts = [table(["run", *keys], rows)]
     for run in runs:
         parts.append(_findings(run, f"{run.name}: "))
     return "".join(parts)
@@ -126,15 +123,15 @@ def _header(runs: Sequence[Recorded], now: float) -> str:
 
 def _of_one(run: Recorded, now: float) -> str:
     found = figures(run)
-    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(found))
+    items = "".join(f"<div><dt>{as_text(name)}</dt><dd>{as_text(value)}</dd></div>" for name, value in _shown(found))
     written, ago = found["last_written"], ""
     if isinstance(written, float):
         ago = f" The last line is of {_when(written)}, {duration(max(0.0, now - written))} before."
-    return f"<p class='grey'>{_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
+    return f"<p class='grey'>{as_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
 
 
 def _findings(run: Recorded, before: str = "") -> str:
-    found = "".join(f"<li>{_text(before + each)}</li>" for each in findings(run))
+    found = "".join(f"<li>{as_text(before + each)}</li>" for each in findings(run))
     return f"<ul class='findings'>{found}</ul>" if found else ""
 
 
@@ -173,20 +170,6 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
     return [(name, value) for name, value in entries if value]
 
 
-def duration(seconds: float) -> str:
-    """Return a duration as text, in its two largest units."""
-    if not 0 <= seconds < 1e12:
-        return f"{seconds:.3g} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
 def _when(at: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
@@ -202,7 +185,7 @@ def _figure(chart: Chart) -> str:
     pictures = "".join(f"<div class='{unit}'>{picture(chart, unit)}</div>" for unit in chart.units)
     legend = ""
     if not chart.is_heat_map:
-        legend = "".join(f"<span>{_swatch(*look(chart, line))}{_text(line.words)}</span>" for line in chart.lines)
+        legend = "".join(f"<span>{_swatch(*look(chart, line))}{as_text(line.words)}</span>" for line in chart.lines)
     return f"<figure>{pictures}<figcaption class='legend'>{legend}</figcaption></figure>"
 
 
@@ -211,87 +194,3 @@ def _swatch(colour: int, dashes: str) -> str:
     return (
         f"<svg viewBox='0 0 22 8' aria-hidden='true'><path d='M0 4H22' class='c{colour}' stroke-width='3'{dash}/></svg>"
     )
-
-
-def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
-    rows = [
-        [f"{runs[line.run].name}: {line.key}" if len(runs) > 1 else line.key, f"{line.values[0]:,.6g}"]
-        for chart in same
-        for line in chart.lines
-    ]
-    return _details(f"{counted(len(rows), 'figure')} that did not change", [], rows)
-
-
-def _waits(runs: Sequence[Recorded]) -> str:
-    """Return the table of who waits on which axis, and for whom."""
-    rows = [
-        [
-            *([run.name] if len(runs) > 1 else []),
-            each.axis,
-            f"{1000 * each.seconds:,.4g} ms",
-            f"rank {each.waiting[0]} in {share_text(each.waiting[1])}, {1000 * each.longest:,.4g} ms",
-            "" if each.awaited is None else f"rank {each.awaited[0]} in {share_text(each.awaited[1])}",
-        ]
-        for run in runs
-        for each in waits(run)
-    ]
-    header = ["axis", "a step, median rank", "who waits longest", "who waits least: others wait for it"]
-    return _details("Who waits, and for whom", [*(["run"] if len(runs) > 1 else []), *header], rows)
-
-
-def _spent(runs: Sequence[Recorded]) -> str:
-    """Return the table of what the time of the runs went into."""
-    told = [run for run in runs if sum(run.facts.spent.values()) > 0]
-    rows = [
-        [cause, *(f"{duration(run.facts.spent[cause])}, {share_text(run.facts.share(cause) or 0.0)}" for run in told)]
-        for cause in CAUSES
-        if any(run.facts.spent[cause] for run in told)
-    ]
-    return _details("Where the time went", ["", *(run.name for run in told)], rows)
-
-
-def _events(runs: Sequence[Recorded]) -> str:
-    """Return the list of what happened, and what the marks on the curves mean."""
-    rows = [
-        [*([run.name] if len(runs) > 1 else []), f"{mark.step:,}", mark.words] for run in runs for mark in marks(run)
-    ]
-    left = f"<p class='grey'>The first {MOST_EVENTS} of {len(rows):,}.</p>" if len(rows) > MOST_EVENTS else ""
-    names = ", ".join(f"{kind}: {words}" for kind, words in MARKS.items())
-    after = f"{left}<p class='grey'>Marks on the curves: {_text(names)}.</p>"
-    header = [*(["run"] if len(runs) > 1 else []), "step", "what"]
-    return _details(counted(len(rows), "event"), header, rows[:MOST_EVENTS], after)
-
-
-def differences(runs: Sequence[Recorded]) -> dict[str, tuple[str, ...]]:
-    """Return what the configurations of runs differ in: the values as text by "section.field"."""
-    texts = [flat(run.config) for run in runs]
-    keys = sorted({key for each in texts for key in each})
-    found = {key: tuple(each.get(key, "") for each in texts) for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
-
-
-def _differences(runs: Sequence[Recorded]) -> str:
-    found = differences(runs)
-    if len(runs) < 2:
-        return ""
-    if not found:
-        return "<h2>Differences</h2><p>The configurations are the same.</p>"
-    rows = [[key, *values] for key, values in found.items()]
-    return f"<h2>Differences</h2>{_table(['', *(run.name for run in runs)], rows)}"
-
-
-def _configuration(run: Recorded) -> str:
-    return _details(f"Configuration of {run.name}", [], [[key, value] for key, value in flat(run.config).items()])
-
-
-def _details(summary: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
-    """Return a table that is closed at first, or nothing if it has no rows."""
-    if not rows:
-        return ""
-    return f"<details><summary>{_text(summary)}</summary>{_table(header, rows)}{after}</details>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th scope='col'>{_text(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell[:2000])}</td>" for cell in each) + "</tr>" for each in rows)
-    return f"<div class='scroll' tabindex='0'><table>{f'<tr>{head}</tr>' if head else ''}{body}</table></div>"

@@ -25,9 +25,13 @@ MOST_LINES = 4_000_000
 """Lines of a file that are read."""
 MOST_KEYS = 2000
 """Figures of a run that are read: a name beyond them is left out, and said."""
-KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps"}
+KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps", "sample": "samples"}
 """Kind of a line by a key that only its kind has."""
 LAST_STEP = 2**62
+MOST_SAMPLES = 100
+"""Texts of a run that are kept: of more, the first, the last, and some between."""
+LONGEST_SAMPLE = 4000
+"""Characters of a text that are kept."""
 
 
 @dataclass
@@ -113,6 +117,7 @@ class Recorded:
 
     Attributes:
         name: the name of its directory.
+        samples: texts that the network has written, each with its step.
         facts: what follows from its records.
         decisions: the lines of its ledger.
         config: its configuration by section.
@@ -125,6 +130,7 @@ class Recorded:
     steps: Table
     validation: Table
     test: Table
+    samples: tuple[tuple[int, str], ...]
     facts: Facts
     decisions: tuple[Mapping[str, Any], ...]
     config: Mapping[str, Any]
@@ -150,11 +156,12 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     tables = {"steps": Table(), "validation": Table(), "test": Table()}
     problems: list[str] = []
     metrics = given if alone else metrics or given / "metrics.jsonl"
-    facts = _read_metrics(metrics, tables, problems)
+    facts, samples = _read_metrics(metrics, tables, problems)
     return Recorded(
         name=(given if isinstance(given, Path) else Path(given.name)).absolute().name or place,
         place=without_credentials(place),
         **tables,
+        samples=tuple(samples),
         facts=facts,
         decisions=() if alone else tuple(_read_decisions(directory / "ledger.jsonl", problems)),
         config={} if alone else _read_config(directory / "config.yaml", problems),
@@ -163,9 +170,11 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     )
 
 
-def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str]) -> Facts:
-    """Read the lines of metrics into the tables. Returns what follows from them."""
-    facts, damaged = Facts(), 0
+def _read_metrics(
+    path: AnyPath, tables: Mapping[str, Table], problems: list[str]
+) -> tuple[Facts, list[tuple[int, str]]]:
+    """Read the lines of metrics into the tables. Returns what follows from them, and the samples of text."""
+    facts, samples, damaged = Facts(), list[tuple[int, str]](), 0
     try:
         with open_lines(path) as lines:
             for _, record in islice(parsed_lines(lines, "iteration"), MOST_LINES):
@@ -173,7 +182,12 @@ def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str
                 if record is None or kind is None or abs(record["iteration"]) > LAST_STEP:
                     damaged += 1
                     continue
-                tables[kind].add(record)
+                if kind == "samples":
+                    samples.append((record["iteration"], str(record["sample"])[:LONGEST_SAMPLE]))
+                    if len(samples) == 2 * MOST_SAMPLES:
+                        del samples[1:-1:2]
+                else:
+                    tables[kind].add(record)
                 facts.add(record)
             if next(lines, ""):
                 problems.append(f"{path} has more than {MOST_LINES:,} lines: those after them are left out")
@@ -185,7 +199,7 @@ def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str
         problems.append(f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}, left out here")
     if any(table.left_out for table in tables.values()):
         problems.append(f"{path} has more than {MOST_KEYS:,} figures: some are left out")
-    return facts
+    return facts, samples
 
 
 def _read_decisions(path: AnyPath, problems: list[str]) -> Iterator[Mapping[str, Any]]:

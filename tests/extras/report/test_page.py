@@ -16,9 +16,10 @@ import pytest
 from megalite.extras.report.at_end import loss_png, report_at_end
 from megalite.extras.report.charts import charts, few
 from megalite.extras.report.figures import SAVED, SKIPPED, Mark
-from megalite.extras.report.page import differences, document, duration, page
+from megalite.extras.report.page import document, page
 from megalite.extras.report.pictures import mark_text, picture, short
 from megalite.extras.report.recorded import Recorded, read_run
+from megalite.extras.report.tables import differences, duration
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ended, words
 from tests.extras.report.runs import step, validation, write_run
 from tests.harness.job import Job
