@@ -31,11 +31,13 @@ TITLES = {
     "model_tflops_per_device": "TFLOP/s of the model, a device",
     "iteration_time_s": "Seconds of a step, by section",
     "time_s": "Seconds of data, evaluations and saves",
+    "iteration_time_s/slowest_rank": "Slowest rank",
     "wait_s": "Seconds of waits in a step, by axis",
-    "wait_s/max_rank": "Rank that waits longest, by axis",
-    "wait_s/min_rank": "Rank that waits least, by axis: others wait for it",
+    "communication_share": "Share of a step in which all wait",
+    "scaling_efficiency": "Share of a step that ranks work",
     "bytes_sent": "Bytes that rank 0 sends in a step",
     "peak_memory_bytes": "Peak memory (bytes)",
+    "peak_memory_bytes/max_rank": "Rank with the most memory",
     "host_memory_bytes": "Memory of the host (bytes)",
     "consumed_tokens": "Tokens by source",
     "max_expert_load": "Load of the busiest expert, by layer",
@@ -86,7 +88,7 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     for number, run in enumerate(runs):
         for table in (run.steps, run.validation, run.test):
             for key in table.columns:
-                if key not in HIDDEN and not (table is run.test and len(table.values(key)) < 2):
+                if not _is_hidden(key) and not (table is run.test and len(table.values(key)) < 2):
                     groups.setdefault(_base(key, run), []).append((number, table, key))
     units = [unit for unit, key in UNITS.items() if unit == "steps" or any(key in run.steps.columns for run in runs)]
     if "tokens" in units:
@@ -97,12 +99,17 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     ]
 
 
+def _is_hidden(key: str) -> bool:
+    """Tell whether a figure is no line: a place or a mark, or a rank that the table of waits has."""
+    return key in HIDDEN or (key.startswith("wait_s/") and key.endswith("_rank"))
+
+
 def _base(key: str, run: Recorded) -> str:
     """Return what the figures of a chart begin with."""
     if key in BESIDE:
         return "time_s"
     if key.endswith("_rank"):
-        return f"wait_s/{key.rsplit('/', 1)[1]}" if key.startswith("wait_s/") else key
+        return key
     base = key.split("/", 1)[0]
     for before in ("valid_", "test_"):
         if base.startswith(before):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megalite.extras.report import tables
 from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
-from megalite.extras.report.figures import figures, findings, marks
+from megalite.extras.report.figures import figures, findings, marks, waits
 from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
 from megalite.extras.report.tables import as_text, duration, table
@@ -17,6 +18,8 @@ from megalite.process.output import in_words, printable
 from megalite.svg import page as html_page
 
 _DARK = ("#6aa9ff", "#ff9d5c", "#6fc796", "#c79be0", "#ff8a80", "#5fd0d9", "#d9bd4f", "#a9b2bb")
+MOST_ENTRIES = 16
+"""Entries in the legend of a chart."""
 
 
 def _style() -> str:
@@ -45,6 +48,7 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
                 "facts": figures(run),
                 "findings": findings(run),
                 "seconds": run.facts.spent,
+                "waits": [asdict(each) for each in waits(run)],
                 "samples": [{"step": step, "text": text} for step, text in run.samples],
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
                 "config": flat(run.config),
@@ -78,7 +82,7 @@ def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
         _switch(units),
         "<main>",
         "<section aria-label='Charts'><div class='charts'>",
-        *(_figure(chart) for chart in moving),
+        *(_figure(chart, runs) for chart in moving),
         "</div></section>",
         *(tables.samples(run, len(runs) > 1) for run in runs),
         tables.sources(runs),
@@ -164,7 +168,7 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
         ("time in steps", number("goodput", ".1%")),
         ("restarts", str(found["restarts"]) if found["restarts"] else ""),
         ("peak memory", f"{in_words(memory)} on rank {found['peak_memory_rank']}" if isinstance(memory, float) else ""),
-        ("counted at the start, on rank 0", in_words(counted) if isinstance(counted, float) else ""),
+        ("counted at the start (rank 0)", in_words(counted) if isinstance(counted, float) else ""),
         ("skipped steps", str(lost) if lost else ""),
     ]
     return [(name, value) for name, value in entries if value]
@@ -181,12 +185,23 @@ def _is_constant(chart: Chart) -> bool:
     return not is_loss(chart.base) and all(min(line.values) == max(line.values) for line in chart.lines)
 
 
-def _figure(chart: Chart) -> str:
+def _figure(chart: Chart, runs: Sequence[Recorded]) -> str:
     pictures = "".join(f"<div class='{unit}'>{picture(chart, unit)}</div>" for unit in chart.units)
-    legend = ""
-    if not chart.is_heat_map:
-        legend = "".join(f"<span>{_swatch(*look(chart, line))}{as_text(line.words)}</span>" for line in chart.lines)
-    return f"<figure>{pictures}<figcaption class='legend'>{legend}</figcaption></figure>"
+    entries = [] if chart.is_heat_map else _legend(chart, runs)
+    more = f"<span>and {len(entries) - MOST_ENTRIES} more</span>" if len(entries) > MOST_ENTRIES else ""
+    legend = "".join(f"<span>{_swatch(*drawn)}{as_text(words)}</span>" for drawn, words in entries[:MOST_ENTRIES])
+    return f"<figure>{pictures}<figcaption class='legend'>{legend}{more}</figcaption></figure>"
+
+
+def _legend(chart: Chart, runs: Sequence[Recorded]) -> list[tuple[tuple[int, str], str]]:
+    """Return colours and dashes with what they stand for: a line, or of several runs first the run, then the figure."""
+    if len(runs) == 1:
+        return [(look(chart, line), line.words) for line in chart.lines]
+    of_runs = {runs[line.run].name: (look(chart, line)[0], "") for line in chart.lines}
+    figures = {line.words.removeprefix(printable(f"{runs[line.run].name}: ")): line for line in chart.lines}
+    of_figures = {words: (len(COLOURS) - 1, look(chart, line)[1]) for words, line in figures.items()}
+    shown = (of_runs, of_figures) if len(of_figures) > 1 else (of_runs,)
+    return [(drawn, words) for each in shown for words, drawn in each.items()]
 
 
 def _swatch(colour: int, dashes: str) -> str:

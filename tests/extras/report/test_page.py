@@ -120,7 +120,12 @@ def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
         (0, "lm_loss"), (0, "valid_loss"), (1, "lm_loss"), (1, "valid_loss"),
     ]  # fmt: skip
     text = page([first, second])
-    assert "a: lm_loss" in text
+    legend = re.findall(r"</svg>([^<]*)</span>", text.partition("<figcaption")[2].partition("</figcaption>")[0])
+    assert legend == ["a", "b", "lm_loss", "valid_loss"]
+    legend = re.findall(
+        r"</svg>([^<]*)</span>", page([first]).partition("<figcaption")[2].partition("</figcaption>")[0]
+    )
+    assert legend == ["lm_loss", "valid_loss"]
     assert "training.lr" in text
 
 
