@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -179,11 +179,11 @@ def _read_metrics(
         with open_lines(path) as lines:
             for _, record in islice(parsed_lines(lines, "iteration"), MOST_LINES):
                 kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
-                if record is None or kind is None or abs(record["iteration"]) > LAST_STEP:
+                if record is None or kind is None or abs(step := cast(int, record["iteration"])) > LAST_STEP:
                     damaged += 1
                     continue
                 if kind == "samples":
-                    samples.append((record["iteration"], str(record["sample"])[:LONGEST_SAMPLE]))
+                    samples.append((step, str(record["sample"])[:LONGEST_SAMPLE]))
                     if len(samples) == 2 * MOST_SAMPLES:
                         del samples[1:-1:2]
                 else:
