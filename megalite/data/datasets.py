@@ -59,14 +59,12 @@ class Datasets(NamedTuple, Generic[Sample]):
 
     Attributes:
         notes: messages for the user about the data.
-        blend: the blend that the samples of training are taken from, if there is one.
     """
 
     train: Dataset[Sample] | None
     valid: Dataset[Sample] | None
     test: Dataset[Sample] | None
     notes: tuple[str, ...] = ()
-    blend: BlendedDataset[Any] | None = None
 
 
 class Source(NamedTuple, Generic[Sample]):
@@ -145,8 +143,7 @@ def build_datasets(
         if missing:  # a note is enough for the test set: the default --split includes one
             notes.append(f"no test at the end of training: {missing}")
     train, valid, test = sets
-    blend = train if isinstance(train, BlendedDataset) else None
-    return Datasets(train, valid, test, (*notes, *cache.notes), blend)
+    return Datasets(train, valid, test, (*notes, *cache.notes))
 
 
 def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:

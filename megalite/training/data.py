@@ -14,7 +14,7 @@ import numpy as np
 
 from megalite.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megalite.config.run import TaskConfig
-from megalite.data.blend import Dataset
+from megalite.data.blend import BlendedDataset, Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
@@ -129,7 +129,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         eval_iters=training.eval_iters,
     )
     verification = Verification(reads=local_rank == 0)
-    train, valid, test, notes, blend = _open_datasets(config, tokenizer, samples, verification)
+    (train, valid, test, notes), taken = _open_datasets(config, tokenizer, samples, verification)
     if train is None:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
@@ -143,8 +143,8 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
             routing.require(sample)
     verification.begin()
     sources = None
-    if blend is not None and len(blend.prefixes) <= MOST_SOURCES:
-        sources = SourceTokens(blend.dataset_index, blend.prefixes, config.data.seq_length)
+    if isinstance(taken, BlendedDataset) and len(taken.prefixes) <= MOST_SOURCES:
+        sources = SourceTokens(taken.dataset_index, taken.prefixes, config.data.seq_length)
     return RunData(tokenizer, train, valid, test, notes, verification, routing, sources)
 
 
@@ -187,14 +187,17 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 def _open_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: Samples, verification: Verification
-) -> Datasets[SampleFields]:
+) -> tuple[Datasets[SampleFields], object]:
+    """Return the datasets, and that from which the training data take their samples."""
     data, seed = config.data, config.training.seed
+    if data.sft and not data.mock_data:
+        conversations = build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
+        return conversations, conversations.train
     if data.mock_data:
-        return _with_fields(data, seed, tokenizer, build_mock_datasets(data, samples, seed, tokenizer))
-    if data.sft:
-        return build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
-    tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
-    return _with_fields(data, seed, tokenizer, tokens)
+        tokens = build_mock_datasets(data, samples, seed, tokenizer)
+    else:
+        tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
+    return _with_fields(data, seed, tokenizer, tokens), tokens.train
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:
@@ -229,7 +232,7 @@ def _with_fields(
         )
 
     train, valid, test = map(with_fields, (datasets.train, datasets.valid, datasets.test))
-    return Datasets(train, valid, test, datasets.notes, datasets.blend)
+    return Datasets(train, valid, test, datasets.notes)
 
 
 def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:

@@ -83,6 +83,7 @@ class Facts:
         self._spend({key: value for key, value in told.items() if math.isfinite(value)})
 
     def _add_step(self, record: Mapping[str, Any], told: Mapping[str, float]) -> None:
+        """Take the record of a step. `told`: its numbers."""
         self.loss = self.loss or loss_of(record)
         self.last = {**told, "loss": found} if (found := number(record.get(self.loss))) is not None else told
         self.first = self.first or self.last
