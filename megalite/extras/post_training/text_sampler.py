@@ -24,8 +24,7 @@ class TextSampler:
     def __init__(self, trainer: Trainer) -> None:
         """Encode the prompts. Called by all ranks together. Raises ConfigurationError if there can be no texts."""
         task, logging = trainer.task, trainer.config.logging
-        if not isinstance(task, GPTTask):
-            raise ConfigurationError("--sample-interval needs a run of pretrain_gpt.py, which has a tokenizer")
+        assert isinstance(task, GPTTask)  # a run of a program has no tokenizer, and takes no such option
         self._trainer, self._tokenizer, self._tokens = trainer, task.data.tokenizer, logging.sample_tokens
         try:
             self._network = TrainedNetwork(task.chunks, trainer.engine)
