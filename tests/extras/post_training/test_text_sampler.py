@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -50,45 +49,52 @@ def trained(folder: Path, network: str, layout: str, ranks: int, *others: object
     return metrics(folder / "run"), shown
 
 
-@functools.cache
-def alone(network: str) -> list[dict[str, Any]]:
-    """Return the records of a run without texts, on one rank of each layout alike."""
-    with TemporaryDirectory() as folder:
-        return trained(Path(folder), network, "", 1)[0]
+def texts(lines: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [(line["iteration"], line["sample"]) for line in lines if "sample" in line]
 
 
-def texts(lines: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
-    return ((line["iteration"], line["sample"]) for line in lines if "sample" in line)
+def without_texts(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if "sample" not in line]
 
 
 FLAGS = ("--sample-interval", "2", "--sample-tokens", "20", "--sample-prompts", *PROMPTS)
 
 
-@functools.cache
-def texts_alone(network: str) -> list[tuple[int, str]]:
-    with TemporaryDirectory() as folder:
-        return list(texts(trained(Path(folder), network, "", 1, *FLAGS)[0]))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, str]]:
+    """Return a function that returns the folder of a run with texts on one rank, by its network, and its screen."""
+
+    @functools.cache
+    def made(network: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp(network)
+        return folder / "run", trained(folder, network, "", 1, *FLAGS)[1]
+
+    return made
 
 
-def test_texts_are_those_of_generation_and_change_nothing(tmp_path: Path) -> None:
-    lines, shown = trained(tmp_path, "dense", "", 1, *FLAGS)
-    assert [line for line in lines if "sample" not in line] == alone("dense")
-    found = list(texts(lines))
+def test_texts_are_those_of_generation_and_change_nothing(
+    alone: Callable[[str], tuple[Path, str]], tmp_path: Path
+) -> None:
+    folder, shown = alone("dense")
+    lines = metrics(folder)
+    assert without_texts(lines) == trained(tmp_path, "dense", "", 1)[0]
+    found = texts(lines)
     assert [step for step, _ in found] == [2, 2, 4, 4]
     assert [text[: len(prompt)] for (_, text), prompt in zip(found, 2 * PROMPTS, strict=True)] == [*2 * PROMPTS]
     assert found[:2] != found[2:]
     assert "\nsample after step 2:\n  Once" in shown
-    generated = run_tool("generate", "--load", tmp_path / "run", "--prompt", PROMPTS[0], "--max-new-tokens", 20)
+    generated = run_tool("generate", "--load", folder, "--prompt", PROMPTS[0], "--max-new-tokens", 20)
     assert generated.stdout == f"{found[2][1]}\n"
 
 
 @pytest.mark.parametrize(("network", "layout", "ranks"), LAYOUTS)
-def test_texts_are_the_same_on_any_layout(network: str, layout: str, ranks: int, tmp_path: Path) -> None:
+def test_texts_are_the_same_on_any_layout(
+    network: str, layout: str, ranks: int, alone: Callable[[str], tuple[Path, str]], tmp_path: Path
+) -> None:
     lines, _ = trained(tmp_path, network, layout, ranks, *FLAGS)
-    assert list(texts(lines)) == texts_alone(network)
+    assert texts(lines) == texts(metrics(alone(network)[0]))
     (tmp_path / "without").mkdir()
-    without, _ = trained(tmp_path / "without", network, layout, ranks)
-    assert [line for line in lines if "sample" not in line] == without
+    assert without_texts(lines) == trained(tmp_path / "without", network, layout, ranks)[0]
 
 
 def test_a_run_that_continues_writes_each_text_once(tmp_path: Path) -> None:
