@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megalite.process.output import printable
+
 MOST_SOURCES = 32
 """Most sources of a blend whose tokens records have."""
 _PIECE = 2**20
@@ -22,7 +24,8 @@ class SourceTokens:
     """
 
     def __init__(self, sources: np.ndarray, prefixes: Sequence[str], tokens_per_sample: int) -> None:
-        self._sources, self._names, self._length = sources, short_names(prefixes), tokens_per_sample
+        self._sources, self._length = sources, tokens_per_sample
+        self._names = [printable(name) for name in short_names(prefixes)]  # records go to other programs
         self._until, self._counts = 0, np.zeros(len(prefixes), np.int64)
 
     def after(self, consumed_samples: int) -> dict[str, float]:

@@ -59,7 +59,8 @@ def printable(text: str) -> str:
 
     Names and texts in files of others may hold them, to forge lines or to give commands to the terminal.
     """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    shown = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return shown.encode(errors="backslashreplace").decode()  # half a pair of UTF-16 is no text that can be encoded
 
 
 def shell_word(word: str) -> str:

@@ -170,7 +170,7 @@ class StepWriter(ABC):
 
 
 class Sink(Protocol):
-    """Further destination of records."""
+    """Further destination of records, but of those of texts."""
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Take a record. Raises OSError if not all is written: the rest is written before the next record."""
@@ -243,7 +243,7 @@ class MetricsWriter(StepWriter):
         record = metrics.record()
         failed, self._fails = self._fails, False
         told = None
-        for destination in (self._lines, *self._sinks):
+        for destination in (self._lines, *(() if isinstance(metrics, SampleMetrics) else self._sinks)):
             try:
                 if destination is not None:
                     destination.write(record)

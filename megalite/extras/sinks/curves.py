@@ -67,7 +67,7 @@ class Curves:
         points = {
             self._name(key, record): float(value)
             for key, value in record.items()
-            if key not in self._left_out and value is not None and key != "sample"
+            if key not in self._left_out and value is not None
         }
         if "grad_norm" in record:
             consumed = cast(int, record["consumed_samples"])

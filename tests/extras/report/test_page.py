@@ -25,7 +25,7 @@ from tests.extras.report.runs import step, validation, write_run
 from tests.harness.job import Job
 from tests.harness.tool import run_tool
 
-HOSTILE = "</title></style><script>document.title='x'</script><img src=x onerror=alert(1)>\u202e\x1b[31m"
+HOSTILE = "</title></style><script>document.title='x'</script><img src=x onerror=alert(1)>\u202e\x1b[31m\udc80"
 
 
 def run_of(folder: Path, count: int = 200, **others: Any) -> Recorded:
@@ -49,7 +49,8 @@ class Tags(HTMLParser):
 
 
 def is_inert(text: str) -> bool:
-    """Tell whether a page has nothing that runs or is loaded."""
+    """Tell whether a page has nothing that runs or is loaded, and can be written."""
+    text.encode()
     found = Tags(text)
     names = {name for name, _ in found.attributes}
     runs = set(found.tags) & {"script", "iframe", "object", "embed", "link", "img", "a", "form", "base", "meta-refresh"}
