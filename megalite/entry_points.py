@@ -23,6 +23,7 @@ _ENTRY_POINTS = {
     "require_libraries": "megalite.extras.sinks.libraries:require_libraries",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
     "report_at_end": "megalite.extras.report.at_end:report_at_end",
+    "text_sampler": "megalite.extras.post_training.text_sampler:TextSampler",
     "replan": "megalite.extras.planner.replan:replan",
 }
 

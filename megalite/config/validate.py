@@ -12,7 +12,7 @@ from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
-from megalite.config.monitoring import logging_problems, profiling_problems
+from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
@@ -159,6 +159,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        sample_problems(config.logging, data.tokenizer_type, config.parallel, config.synchronization),
         reporting_problems(config.reporting, save),
         recovery_problems(config.recovery, config.checkpoint),
         _elastic(config),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megalite.config.run import TaskConfig
 from megalite.entry_points import entry_point
@@ -22,7 +22,15 @@ from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import Metrics, MetricsWriter, Sink, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import (
+    Metrics,
+    MetricsWriter,
+    SampleMetrics,
+    Sink,
+    StepMetrics,
+    TestMetrics,
+    ValidationMetrics,
+)
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
@@ -44,6 +52,13 @@ _TIMES = {
 """Sections whose seconds records have, with the section around them."""
 LEAST_TIME = 1e-3
 """Seconds of a section that a record does not tell: a look at a save in the background takes less."""
+
+
+class TextSampler(Protocol):
+    """Writer of texts with the network that is trained."""
+
+    def texts(self) -> Sequence[str]:
+        """Return what it writes now, the same on all ranks. Called by all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,7 @@ class TrainingLoop:
         self._pace = Pace()
         self.copies: Copies | None = None
         self.watch: Watch | None = None
+        self.sampler: TextSampler | None = None
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -168,6 +184,8 @@ class TrainingLoop:
         self._pace = self._pace.after(metrics.iteration_time_s)
         self._report(metrics)
         self._raise_if_diverged()
+        if self.sampler is not None and self._every(self.config.logging.sample_interval):
+            self._sample(self.sampler)
         if self._collects_garbage_now():
             gc.collect()
 
@@ -179,6 +197,10 @@ class TrainingLoop:
             figures["world_size"] = self.mesh.world_size
         if self.copies is not None:
             figures |= self.copies.figures()
+        if (sources := self.trainer.task.sources) is not None:
+            figures |= sources.after(metrics.consumed_samples)
+        if self.metrics is None and (counted := self.trainer.task.counted_memory) is not None:
+            figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         self._record(self.metrics)
         if self.trainer.decisions:
@@ -232,6 +254,14 @@ class TrainingLoop:
             loss, others = self._shown("test", means)
             extra = {f"test_{name}": mean for name, mean in others.items()}
             self._record(TestMetrics(*trainer.where(), loss, extra=extra))
+
+    def _sample(self, sampler: TextSampler) -> None:
+        """Record and show what the network writes."""
+        with self.sections(EVALUATION):
+            texts = sampler.texts()
+        for text in texts:
+            self._record(SampleMetrics(*self.trainer.where(), text))
+            self.display.sample(self.trainer.iteration, text)
 
     def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
         """Show the results of an evaluation; returns the loss and the other means."""

@@ -39,6 +39,7 @@ class Timing:
         for axis, of_ranks in self.waits.items():
             figures[f"wait_s/{axis}"] = statistics.median(of_ranks)
             figures |= _largest(f"wait_s/{axis}", of_ranks)
+            figures[f"wait_s/{axis}/min_rank"] = float(min(range(len(of_ranks)), key=of_ranks.__getitem__))
         if self.peaks:
             figures |= _largest("peak_memory_bytes", self.peaks)
         return figures | self._shares()

@@ -19,6 +19,7 @@ from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.optimizer import Optimizer
+from megalite.process.output import in_words
 from megalite.torch_internals import storage_identity
 
 
@@ -45,15 +46,6 @@ class Memory:
         sizes = {kind: size for kind, size in asdict(self).items() if size or kind != "host"}
         kinds = {f"  {kind}": in_words(size) for kind, size in sizes.items()}
         return {"memory": f"{in_words(self.total)} {whose}", **kinds}
-
-
-def in_words(number: float) -> str:
-    """Return a number of bytes as text, with a readable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
 
 
 def measured(

@@ -59,6 +59,7 @@ def training_line(trainer: Summarized) -> str:
 
 def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
     """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
+    trainer.task.counted_memory = measured.total
     options, nothing = trainer.config.offload, {}
     if options.fine_grained_activation_offloading and measured.host == bytes_on_host(trainer.optimizer):
         least = options.min_offloaded_tensor_size

@@ -97,10 +97,13 @@ def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple
     late = [y for x, y in points if x >= low + 0.04 * (high - low)] if is_loss(chart.base) else []
     values = late or [y for _, y in points]
     least, most = min((y for _, y in points), default=0.0), max(values, default=1.0)
-    logarithmic = least > 0 and not is_loss(chart.base) and most / least > LOGARITHMIC_FROM
+    is_level = not is_loss(chart.base) and chart.base != "consumed_tokens"
+    logarithmic = least > 0 and is_level and most / least > LOGARITHMIC_FROM
     if most <= least:
         most, least = most + (abs(most) or 1.0) * 0.1, least - (abs(least) or 1.0) * 0.1
-    elif not logarithmic:
+    elif logarithmic:
+        most, least = most * 1.25, least / 1.25
+    else:
         most, least = most + 0.03 * (most - least), least - 0.03 * (most - least)
     return across, Axis(least, most, HEIGHT - BOTTOM, TOP, logarithmic)
 
