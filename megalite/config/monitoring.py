@@ -35,6 +35,10 @@ class LoggingConfig:
     """Record the number of ranks in every step."""
     report: bool = True
     """Write report.html, loss.svg and loss.png into the run directory when the run ends."""
+    memory_monitor: bool = False
+    """Record the memory of ranks by kind and what it grows by, and name a rank whose memory grows with each step."""
+    performance_monitor: bool = False
+    """Show every timing-interval steps what share of a step sections, waits and communication by axis take."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Run:
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
         self.copies: Copies | None = None
-        self._shown, self._predicted = False, ""
+        self._shown = False
+        self._predicted: object = ""
         self._loop: TrainingLoop | None = None
         self._stack = ExitStack()
         save = config.checkpoint.save
@@ -208,6 +209,8 @@ class Run:
         self._loop = loop
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
+        if self.config.is_monitored:
+            loop.monitors = entry_point("monitors")(trainer, self.copies, self._predicted)
         return loop
 
     def finish(self, display: Display, last: int) -> None:
@@ -236,7 +239,7 @@ class Run:
             records: Iterable[Mapping[str, Any]] = [self._loop.metrics.record()]
             if path is not None and (finished or is_short(path)):
                 records = read_records(path)
-            lines = end_summary(records, self._predicted)
+            lines = end_summary(records, str(self._predicted))
         lines |= what_next(self.directory, finished=finished, generates=self.task.tokens_per_sample is not None)
         display.summary("finished" if finished else "stopped", lines)
         if finished and self.directory is not None and self.config.logging.report:
@@ -253,7 +256,7 @@ class Run:
                     for note in self.trainer.notes():
                         display.message(note)
                     summary = self.trainer.summary()
-                    self._predicted = str(summary.get("memory", ""))
+                    self._predicted = summary.get("memory", "")
                     display.summary("megalite", {**summary, "start": self.how})
                     self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:

@@ -1,0 +1,29 @@
+"""Monitors that the flags of a run ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalite.extras.monitors.gradient_sync import GradientSync
+from megalite.extras.monitors.memory import MemoryMonitor
+from megalite.extras.monitors.performance import PerformanceMonitor
+from megalite.run.copies import Copies
+from megalite.run.monitor import Monitor
+from megalite.tasks.memory import Total
+from megalite.training.trainer import Trainer
+
+
+def monitors(trainer: Trainer, copies: Copies | None, predicted: object) -> Sequence[Monitor]:
+    """Return the monitors of a run's steps, and have its gradients checked. Called by all ranks together.
+
+    `copies`: copies in memory of the run, if it has some. `predicted`: what the summary shows as memory.
+    """
+    config, found = trainer.config, list[Monitor]()
+    if config.corruption.check_gradient_sync_interval is not None:
+        GradientSync(trainer, copies)
+    if config.logging.memory_monitor:
+        counted = predicted.memory.total if isinstance(predicted, Total) else None
+        found.append(MemoryMonitor(trainer, counted))
+    if config.logging.performance_monitor:
+        found.append(PerformanceMonitor())
+    return found
