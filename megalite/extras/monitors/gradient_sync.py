@@ -111,8 +111,7 @@ class GradientSync:
         name, axes, count, is_value, expected = found[ranks[0]][0]
         what = (
             f"{named(ranks, self._hosts)} got another sum of gradients along {axes} than what ranks had adds up to: "
-            f"{name} and what follows it in its bucket, {count} elements, the first of them {is_value:.9g} and not "
-            f"{expected:.9g}"
+            f"{name} has {is_value:.9g} in place of {expected:.9g}, the first of {count} in its bucket that differ"
         )
         return what, "a sum of gradients is wrong", ranks
 

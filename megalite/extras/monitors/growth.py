@@ -12,6 +12,8 @@ STEPS = _PARTS * _LENGTH
 """Number of steps that show a growth."""
 LEAST = 2.0**18
 """Bytes a step that are a growth."""
+_OFTEN = STEPS // 4
+"""Number of these steps that must take more than the one before."""
 _UNEVEN = 2.0
 """Ratio of what parts grow by, from which on it is no growth with each step."""
 
@@ -34,14 +36,15 @@ def growth(used: Sequence[Used]) -> Growth | None:
 
     The last steps are divided into parts. The least memory in a part is what it keeps, whatever comes and goes in some
     of its steps. Memory grows if it is more from part to part, and by about as much each time: caches that fill and
-    pieces of the allocator grow once, or less and less.
+    pieces of the allocator grow once, less and less, or in a few of the steps.
     """
     if len(used) < STEPS:
         return None
     window = [size for _, size in used[-STEPS:]]
     kept = [min(window[start : start + _LENGTH]) for start in range(0, STEPS, _LENGTH)]
     rises = [later - earlier for earlier, later in itertools.pairwise(kept)]
-    if min(rises) < LEAST * _LENGTH or max(rises) > _UNEVEN * min(rises):
+    often = sum(later - earlier >= LEAST for earlier, later in itertools.pairwise(window)) >= _OFTEN
+    if not often or min(rises) < LEAST * _LENGTH or max(rises) > _UNEVEN * min(rises):
         return None
     per_step = statistics.median(rises) / _LENGTH
     since = _since(used, per_step)

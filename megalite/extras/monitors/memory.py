@@ -94,8 +94,8 @@ class MemoryMonitor:
     def _warning(self, rank: int, found: Growth) -> str:
         return (
             f"WARNING: the memory of rank {rank} ({self._hosts[rank]}) grows by {in_words(found.per_step)} a step, "
-            f"since about step {found.since} by {in_words(found.total)}: something keeps memory of each step, as a list of "
-            "losses without .item() does"
+            f"since about step {found.since} by {in_words(found.total)}: something keeps memory of each step, as a "
+            "list of losses without .item() does"
         )
 
 
