@@ -26,7 +26,7 @@ INTERVAL = 10
 """Steps between those whose memory is gathered."""
 _REMEMBERED = 1000
 """Steps whose memory is remembered, to tell since when it grows."""
-_KINDS, _GROWTH, _BEYOND = "memory_bytes", "memory_growth_bytes", "memory_beyond_plan_bytes"
+_KINDS, _GROWTH, _BEYOND = "memory_bytes", "memory_growth_bytes", "memory_beyond_prediction_bytes"
 
 
 class MemoryMonitor:

@@ -57,7 +57,7 @@ def test_a_leak_on_one_rank_is_named_and_nothing_else(spawn: Callable[..., Job],
     assert [line["iteration"] for line in lines if "memory_growth_bytes/max" in line] == [10, 20, 25, 30, 40, 50]
     last = lines[-1]
     assert last["memory_growth_bytes/max_rank"] == last["memory_bytes/other/max_rank"] == 1.0
-    assert last["memory_beyond_plan_bytes/max"] > 30 * 2**20
+    assert last["memory_beyond_prediction_bytes/max"] > 30 * 2**20
     sizes = {kind: last[f"memory_bytes/{kind}/max"] for kind in ("parameters", "gradients", "optimizer")}
     assert sizes["optimizer"] == sizes["parameters"] == sizes["gradients"]  # two halves of moments
     assert metrics(tmp_path / "run")  # all keys are documented
