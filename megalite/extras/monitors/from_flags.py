@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megalite.extras.monitors.gradient_sync import GradientSync
 from megalite.extras.monitors.memory import MemoryMonitor
 from megalite.extras.monitors.performance import PerformanceMonitor
+from megalite.extras.monitors.planned import planned
 from megalite.run.copies import Copies
 from megalite.run.monitor import Monitor
 from megalite.tasks.memory import Total
@@ -25,5 +26,6 @@ def monitors(trainer: Trainer, copies: Copies | None, predicted: object) -> Sequ
         counted = predicted.memory.total if isinstance(predicted, Total) else None
         found.append(MemoryMonitor(trainer, counted))
     if config.logging.performance_monitor:
-        found.append(PerformanceMonitor())
+        plan = config.logging.performance_plan
+        found.append(PerformanceMonitor(None if plan is None else planned(trainer, plan)))
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from megalite.extras.monitors.planned import Planned
 from megalite.run.monitor import Observation
 from megalite.tasks.memory import in_words
 from megalite.training.metrics import StepMetrics
@@ -16,13 +17,17 @@ _LEAST = 0.05
 class PerformanceMonitor:
     """Monitor that says in words where the time of a step goes. It measures nothing: records have the figures."""
 
+    def __init__(self, planned: Planned | None = None) -> None:
+        """Begin. `planned`: the step as it was predicted, if it was."""
+        self._planned = planned
+
     def after_step(self, metrics: StepMetrics) -> Observation:
         """Return the lines of a step whose record has the times of sections."""
-        return Observation(lines=list(performance_lines(metrics.extra)))
+        return Observation(lines=list(performance_lines(metrics.extra, self._planned)))
 
 
-def performance_lines(figures: Mapping[str, float]) -> Iterator[str]:
-    """Yield lines for the screen: the shares of a step, the bytes that rank 0 sends, and what costs the most."""
+def performance_lines(figures: Mapping[str, float], planned: Planned | None = None) -> Iterator[str]:
+    """Yield lines for the screen: the shares of a step, the bytes that rank 0 sends, what costs the most, the plan."""
     sections = {name: figures.get(_key(name), 0.0) for name in OF_A_STEP}
     if not (step := sum(sections.values())):
         return
@@ -39,6 +44,15 @@ def performance_lines(figures: Mapping[str, float]) -> Iterator[str]:
     if any(sent.values()):
         yield f"sent in the step: {', '.join(f'{axis} {in_words(size)}' for axis, size in sent.items())}"
     yield from _finding(figures, sections, step, waits)
+    if planned is not None:
+        found = {name: seconds / step for name, seconds in sections.items()} | waits
+        beside = [
+            f"{name} {found.get(name, 0.0):.0%} (planned {share:.0%})"
+            for name, share in planned.shares.items()
+            if share or name in found
+        ]
+        ratio = step / planned.seconds
+        yield f"a step takes {1000 * step:,.1f} ms, {ratio:.2f} times its plan: {', '.join(beside)}"
 
 
 def _finding(

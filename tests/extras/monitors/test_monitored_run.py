@@ -14,8 +14,9 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.monitors.performance import performance_lines
+from megalite.extras.monitors.planned import Planned
 from megalite.lifecycle.out_of_memory import describe_out_of_memory
-from tests.end_to_end.runs import GPT2, MOCK, ended, metrics
+from tests.end_to_end.runs import GPT2, MOCK, Run, assert_same_checkpoint, ended, losses, metrics
 from tests.extras.corruption.corruption_run import FLAGS, trainer_of
 from tests.extras.monitors.gradient_run import SYNC
 from tests.harness.job import Job
@@ -43,8 +44,8 @@ def test_a_leak_on_one_rank_is_named_and_nothing_else(spawn: Callable[..., Job],
     entry = tmp_path / "entry.py"
     entry.write_text(LEAK.replace("ROOT", repr(str(Path(__file__).parents[3]))))
     flags = [*MOCK, *GPT2, "--train-iters", 50, "--log-interval", 25, "--timing-interval", 25, SYNC, 5]
-    flags += ["--memory-monitor", "--performance-monitor", "--use-distributed-optimizer", "--save", tmp_path / "run"]
-    out = ended(spawn([entry, *flags], 2)).stdout
+    flags += ["--memory-monitor", "--performance-monitor", "--performance-plan", "cpu", "--use-distributed-optimizer"]
+    out = ended(spawn([entry, *flags, "--save", tmp_path / "run"], 2)).stdout
     (warning,) = [line for line in out.splitlines() if line.startswith("WARNING")]
     found = re.match(
         r"WARNING: the memory of rank 1 \(.*\) grows by (\S+) MiB a step, since about step (\d+) by", warning
@@ -61,6 +62,19 @@ def test_a_leak_on_one_rank_is_named_and_nothing_else(spawn: Callable[..., Job],
     sizes = {kind: last[f"memory_bytes/{kind}/max"] for kind in ("parameters", "gradients", "optimizer")}
     assert sizes["optimizer"] == sizes["parameters"] == sizes["gradients"]  # two halves of moments
     assert metrics(tmp_path / "run")  # all keys are documented
+    assert (
+        len(re.findall(r"a step takes \S+ ms, \S+ times its plan: forward and backward \d+% \(planned \d+%\)", out))
+        == 2
+    )
+
+
+def test_monitors_change_no_bit(run: Run, tmp_path: Path) -> None:
+    flags = [*MOCK, *GPT2, "--train-iters", 4, "--timing-interval", 2, "--tp", 2]
+    run(*flags, "--save", tmp_path / "plain", world_size=2)
+    plan = "--performance-monitor", "--performance-plan", "cpu"
+    run(*flags, "--memory-monitor", *plan, SYNC, 2, "--save", tmp_path / "monitored", world_size=2)
+    assert losses(tmp_path / "monitored") == losses(tmp_path / "plain")
+    assert_same_checkpoint(tmp_path / "monitored" / "iter_0000004", tmp_path / "plain" / "iter_0000004")
 
 
 def test_the_largest_cost_beside_computation_is_told() -> None:
@@ -81,6 +95,13 @@ def test_the_largest_cost_beside_computation_is_told() -> None:
         "beside computation, 30% of a step is communication that nothing hides, most of it along tp"
     )  # fmt: skip
     assert list(performance_lines({"lm_loss": 1.0})) == []
+    *_, beside = performance_lines(
+        figures, Planned(0.5, {"forward and backward": 0.7, "cp": 0.0, "tp": 0.2, "dp": 0.1})
+    )
+    assert beside == (
+        "a step takes 1,000.0 ms, 2.00 times its plan: forward and backward 50% (planned 70%), tp 30% (planned 20%), "
+        "dp 0% (planned 10%)"
+    )
 
 
 def test_the_largest_tensors_are_named_when_memory_runs_out() -> None:
@@ -106,6 +127,7 @@ def test_the_largest_tensors_are_named_when_memory_runs_out() -> None:
             "does not go with an optimizer or weights",
         ),
         ("--performance-monitor --timing-interval 0", 1, "--performance-monitor needs --timing-interval above 0"),
+        ("--performance-plan cpu", 1, "--performance-plan needs --performance-monitor"),
         ("--on-corruption go-back", 1, "needs --check-weight-hash-across-dp-replicas-interval, --rerun-on-replica-int"),
     ],
 )
