@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.optim.optimizer import Optimizer
 from megalite.tasks.memory import in_words, storages_by_kind
 from megalite.torch_internals import storage_identity
+from megalite_kernels.implementation import on_gpu
 
 
 def largest_tensors(count: int = 5) -> str:
@@ -32,7 +33,7 @@ def largest_tensors(count: int = 5) -> str:
     ]
     if not words:
         return ""
-    kept = sum(tensor.untyped_storage().nbytes() for tensor in found.values() if tensor.is_cuda)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in found.values() if on_gpu(tensor.device))
     rest = torch.cuda.memory_allocated() - kept if torch.cuda.is_initialized() else 0
     besides = f"; {in_words(rest)} of the device is in others, as activations kept for backward" if rest > 0 else ""
     return f"The largest tensors: {', '.join(words)}{besides}"
