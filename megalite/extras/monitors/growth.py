@@ -57,5 +57,6 @@ def _since(used: Sequence[Used], per_step: float) -> int:
     for step, before in reversed(used):
         on_line = size - per_step * (last - step)
         if abs(before - on_line) > 2 * per_step:
-            return step + 1 + max(0, round((before - on_line) / per_step))
+            found = step + 1 + max(0, round((before - on_line) / per_step))
+            return min(found, used[-STEPS][0] + _LENGTH)
     return used[0][0]

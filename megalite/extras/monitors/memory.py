@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
-from megalite.errors import ConfigurationError
 from megalite.extras.corruption.replicas import uncounted
 from megalite.extras.monitors.growth import Growth, Used, growth
+from megalite.extras.monitors.host_allocator import host_memory, resident_bytes
 from megalite.parallel import collectives
 from megalite.parallel.device import peak_memory_bytes
 from megalite.process.host import host_name
@@ -37,14 +35,14 @@ class MemoryMonitor:
         self._trainer, self._counted = trainer, counted
         self._hosts: list[str] = collectives.all_gather_json(host_name(), trainer.mesh)
         self._used: deque[Used] = deque(maxlen=_REMEMBERED)
-        self._program = 0 if on_gpu(trainer.mesh.device) else _of_process() - sum(self._kept().values())
-        """Bytes of the process that are none of the run's tensors: where the host has them, the program itself."""
+        self._allocated, self._program = self._before()
+        """Bytes that are none of the run's tensors, where these are on the host: allocated, and in memory."""
         self._growing: set[int] = set()
 
     def after_step(self, metrics: StepMetrics) -> Observation:
         """Remember the memory in use, and gather that of all ranks if it is due. Called by all ranks together."""
         step, device = metrics.iteration, self._trainer.mesh.device
-        self._used.append((step, torch.cuda.memory_allocated(device) if on_gpu(device) else _of_process()))
+        self._used.append((step, torch.cuda.memory_allocated(device) if on_gpu(device) else host_memory().used))
         shows = step % self._trainer.config.logging.log_interval == 0
         if step % INTERVAL and not shows:
             return Observation()
@@ -71,7 +69,8 @@ class MemoryMonitor:
         """Return the bytes of this rank by kind, after a step."""
         kept, device = self._kept(), self._trainer.mesh.device
         if not on_gpu(device):
-            return {**kept, "other": _of_process() - self._program - sum(kept.values())}
+            host = host_memory()
+            return {**kept, "other": host.used - self._allocated - sum(kept.values()), "reserved_but_free": host.free}
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         free, size = torch.cuda.mem_get_info(device)
         return {
@@ -82,13 +81,19 @@ class MemoryMonitor:
             "reserved_but_free": reserved - allocated,
         }
 
+    def _before(self) -> tuple[int, int]:
+        if on_gpu(self._trainer.mesh.device):
+            return 0, 0
+        kept, (resident, shared) = sum(self._kept().values()), resident_bytes()
+        return host_memory().used - kept, resident - shared - kept
+
     def _kept(self) -> dict[str, int]:
         return {kind: sum(sizes.values()) for kind, sizes in storages_by_kind(self._trainer.optimizer).items()}
 
     def _beyond(self) -> int:
         """Return by how many bytes the peak so far is more than what was counted."""
         device = self._trainer.mesh.device
-        of_program = 0 if on_gpu(device) else self._program + _of_files()
+        of_program = 0 if on_gpu(device) else self._program + resident_bytes()[1]
         return peak_memory_bytes(device) - of_program - (self._counted or 0)
 
     def _warning(self, rank: int, found: Growth) -> str:
@@ -110,27 +115,3 @@ def _line(figures: Mapping[str, float], kinds: tuple[str, ...]) -> str:
         beyond = figures[f"{_BEYOND}/max"]
         shown.append(f"peak {in_words(abs(beyond))} {'more' if beyond > 0 else 'less'} than counted at the start")
     return f"memory, most of all ranks: {', '.join(shown)}"
-
-
-def _of_process() -> int:
-    """Return the bytes of memory that this process has for itself, without pages of files."""
-    return _pages()[1] - _of_files()
-
-
-def _of_files() -> int:
-    """Return the bytes of files, and of memory that processes share, that this process has in memory."""
-    return _pages()[2]
-
-
-def _pages() -> list[int]:
-    """Return the sizes of this process in bytes: all addresses, those in memory, those of files and shared memory.
-
-    Raises ConfigurationError if the system does not tell.
-    """
-    try:
-        words = Path("/proc/self/statm").read_text(encoding="ascii").split()
-    except OSError as error:
-        raise ConfigurationError(
-            f"--memory-monitor on CPUs reads /proc/self/statm, as Linux has it: {error.strerror}. Leave it out"
-        ) from error
-    return [int(word) * os.sysconf("SC_PAGE_SIZE") for word in words[:3]]
