@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from unittest import mock
@@ -14,6 +14,7 @@ from megalite.errors import MegaliteError
 from megalite.extras.corruption.watch import CorruptionWatch
 from megalite.extras.monitors import gradient_sync
 from megalite.extras.monitors.from_flags import monitors
+from megalite.extras.monitors.summed_again import summed_again
 from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
@@ -55,7 +56,6 @@ def train(flags: str, steps: int, wrong: Wrong | None = None) -> Course:
         assert not monitors(trainer, None, None)
     bits: list[str] = []
     error, code, found = "", 0, list[object]()
-    summed_again = gradient_sync.summed_again
 
     def counted(bucket: Any) -> Any:
         found.append(summed_again(bucket))
@@ -101,10 +101,10 @@ def going_wrong(trainer: Trainer, wrong: Wrong | None) -> Iterator[None]:
     def left_out(tensor: Tensor, group: Group) -> Tensor:
         return tensor if group.axis == "tp" else all_reduce(tensor, group)
 
-    patch = {
+    patches: dict[str, AbstractContextManager[object]] = {
         "sum": mock.patch.object(collectives, "reduce_scatter_async", wrong_sum),
         "gather": mock.patch.object(Reduction, "begin_gather", wrong_gather),
         "partial sum": mock.patch.object(collectives, "all_reduce_in_rank_order_", left_out),
-    }[wrong.what]
-    with patch:
+    }
+    with patches[wrong.what]:
         yield
