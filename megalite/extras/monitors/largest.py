@@ -44,5 +44,5 @@ def _tensors(objects: list[object]) -> Iterator[Tensor]:
     for each in objects:
         if issubclass(type(each), Tensor):
             assert isinstance(each, Tensor)
-            if each.layout == torch.strided and each.device.type != "meta":
+            if each.layout == torch.strided and not each.is_meta:
                 yield each
