@@ -8,6 +8,8 @@ from typing import Any
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
+    "monitors": "megalite.extras.monitors.from_flags:monitors",
+    "largest_tensors": "megalite.extras.monitors.largest:largest_tensors",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
     "survivors": "megalite.extras.recovery.survivors:Survivors",
     "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",

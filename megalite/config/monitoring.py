@@ -43,6 +43,12 @@ class LoggingConfig:
     """Beginnings of these texts; unset: one text, from the beginning of a document on."""
     sample_tokens: PositiveInt = 64
     """Most tokens that the network adds to each of them."""
+    memory_monitor: bool = False
+    """Record the memory of ranks by kind and what it grows by, and name a rank whose memory grows with each step."""
+    performance_monitor: bool = False
+    """Show every timing-interval steps what share of a step sections, waits and communication by axis take."""
+    performance_plan: str | None = None
+    """Cluster, as megalite-plan --cluster has it, whose plan of this run the performance monitor compares with."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class WatchdogConfig:
 
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
+    if not logging.performance_monitor:
+        yield from needs(logging, "performance_plan", "--performance-monitor")
     if logging.tensorboard_dir is not None and is_url(logging.tensorboard_dir):
         yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard appends to its files, which needs a folder"
     metrics = logging.metrics_path

@@ -54,6 +54,12 @@ class TaskConfig:
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     """Search for silent corruption."""
 
+    @property
+    def is_monitored(self) -> bool:
+        """True if something watches the run after its steps, or its gradients before the update."""
+        logging, checks = self.logging, self.corruption.check_gradient_sync_interval is not None
+        return checks or logging.memory_monitor or logging.performance_monitor
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(TaskConfig):

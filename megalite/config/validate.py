@@ -212,13 +212,14 @@ def _survivors(config: RunConfig) -> Iterable[str]:
 
 def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each relation of the search for silent corruption that does not hold."""
-    if config.corruption.is_watched:
+    if config.corruption.has_checks:
         from megalite.config.validate_corruption import corruption_problems  # few runs search
 
         yield from corruption_problems(config, world_size)
     else:
         hashes = "--check-weight-hash-across-dp-replicas-interval"
-        yield from needs(config.corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
+        others = "--rerun-on-replica-interval or --check-gradient-sync-interval"
+        yield from needs(config.corruption, "on_corruption", f"{hashes}, {others}")
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
@@ -496,3 +497,5 @@ def _watchdog(config: TaskConfig) -> Iterator[str]:
     watchdog = config.watchdog
     if not watchdog.watchdog and watchdog.watchdog_min_seconds != type(watchdog).watchdog_min_seconds:
         yield f"--watchdog-min-seconds {watchdog.watchdog_min_seconds:g} needs the watchdog: drop --no-watchdog"
+    if config.logging.performance_monitor and not watchdog.timing_interval:
+        yield "--performance-monitor needs --timing-interval above 0: it shows what is measured then"

@@ -126,6 +126,8 @@ class Optimizer:
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
+        self.before_update: Callable[[], None] | None = None
+        """Called on all ranks once gradients are reduced, before they are applied; None: nothing is."""
 
     def config_of(self, parameter: Parameter) -> OptimizerConfig:
         """Return the hyperparameters of a parameter."""
@@ -338,6 +340,8 @@ class Optimizer:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
+        if self.before_update is not None:
+            self.before_update()
         for rule in self.rules if self._host_copies else ():
             if isinstance(rule, OnHost):
                 rule.fetch_gradients()

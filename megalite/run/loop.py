@@ -39,6 +39,7 @@ from megalite.watchdog.sections import AGREEMENT, DATA, EVALUATION, SAVE, START,
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
     from megalite.run.corruption import Watch
+    from megalite.run.monitor import Monitor
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -95,6 +96,7 @@ class TrainingLoop:
         self.copies: Copies | None = None
         self.watch: Watch | None = None
         self.sampler: TextSampler | None = None
+        self.monitors: Sequence[Monitor] = ()
         self._stack = ExitStack()
         self.saved = trainer.iteration
         """Last step that a checkpoint has, or is to have."""
@@ -202,16 +204,27 @@ class TrainingLoop:
         if self.metrics is None and (counted := self.trainer.task.counted_memory) is not None:
             figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
+        lines = self._observed(self.metrics) if self.monitors else ()
         self._record(self.metrics)
         if self.trainer.decisions:
             self.record_decisions(self.trainer.decisions)
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
+        for line in lines:
+            self.display.message(line)
         drawn = self.trainer.draw_time_line()
         if drawn is not None:
             self.display.message(drawn)
         self._tell_empty()
+
+    def _observed(self, metrics: StepMetrics) -> Sequence[str]:
+        """Have the monitors look at a step, and add their figures to its record. Returns their lines."""
+        with self.sections(AGREEMENT):
+            seen = [monitor.after_step(metrics) for monitor in self.monitors]
+        figures = {name: value for each in seen for name, value in each.figures.items()}
+        self.metrics = replace(metrics, extra={**metrics.extra, **figures})
+        return [line for each in seen for line in each.lines]
 
     def _raise_if_diverged(self) -> None:
         """Say where a step that was skipped was not finite. Raises MegaliteError after too many of them."""

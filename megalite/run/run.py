@@ -210,6 +210,8 @@ class Run:
             loop.sampler = entry_point("text_sampler")(trainer)
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
+        if self.config.is_monitored:
+            loop.monitors = entry_point("monitors")(trainer, self.copies)
         return loop
 
     def finish(self, display: Display, last: int) -> None:

@@ -38,10 +38,10 @@ class Timing:
         figures["iteration_time_s/slowest_rank_work"] = self._work(slowest)
         for axis, of_ranks in self.waits.items():
             figures[f"wait_s/{axis}"] = statistics.median(of_ranks)
-            figures |= _largest(f"wait_s/{axis}", of_ranks)
+            figures |= largest(f"wait_s/{axis}", of_ranks)
             figures[f"wait_s/{axis}/min_rank"] = float(min(range(len(of_ranks)), key=of_ranks.__getitem__))
         if self.peaks:
-            figures |= _largest("peak_memory_bytes", self.peaks)
+            figures |= largest("peak_memory_bytes", self.peaks)
         return figures | self._shares()
 
     def _shares(self) -> dict[str, float]:
@@ -78,7 +78,7 @@ class Timing:
         return max(range(len(self.seconds)), key=self._work)
 
 
-def _largest(name: str, of_ranks: Sequence[float]) -> dict[str, float]:
+def largest(name: str, of_ranks: Sequence[float]) -> dict[str, float]:
     """Return the largest value and its rank."""
     rank = max(range(len(of_ranks)), key=of_ranks.__getitem__)
     return {f"{name}/max": of_ranks[rank], f"{name}/max_rank": float(rank)}

@@ -105,6 +105,7 @@ ON_REQUEST = {
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
     *("kept_micro_batches", "predicted_memory_bytes"),
+    *("memory_bytes", "memory_growth_bytes", "memory_beyond_prediction_bytes"),
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
     *("wait_s", "communication_share", "scaling_efficiency"),
     *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),

@@ -18,6 +18,7 @@ from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
 from tests.extras.chaos import test_chaos
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
+from tests.extras.monitors import gradient_run
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
@@ -111,6 +112,14 @@ def test_a_flipped_bit_is_found(rank_pools: RankPools) -> None:
     for course in rank_pools(2).run(train, f"{HASHES} 1 {RERUNS} 2", 4, Flip(1, 3, in_forward=True)):
         assert course.error.startswith("before the update of step 3, rank 1 (")
         assert len(course.bits) == 2
+
+
+def test_a_wrong_sum_of_gradients_is_found(rank_pools: RankPools) -> None:
+    for course in rank_pools(2).run(
+        gradient_run.train, f"{gradient_run.SYNC} 1", 3, gradient_run.Wrong("gather", 1, 2)
+    ):
+        assert "have different gradients along dp" in course.error
+        assert (len(course.bits), course.code) == (1, 93)
 
 
 def test_a_run_has_a_report(tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from megalite.run.copies import Copies
 from megalite.run.corruption import SICK_NODES
 from megalite.storage import AnyPath, write_atomically
 
+_SHOWN = 8
+"""The most ranks in a message."""
+
 
 class SilentCorruptionError(MegaliteError):
     """Replicas have different numbers. The message names ranks, nodes, and the checkpoints that may be wrong."""
@@ -97,3 +100,10 @@ class Consequences:
         if goes_back and suspect and newest is not None:
             write_atomically(directory / TRACKER, f"{newest}\n".encode())
         return [", ".join(suspect) or None, None if newest is None else str(newest)]
+
+
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return these ranks in words, with their nodes. `hosts`: the node of each rank."""
+    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

@@ -180,6 +180,10 @@ class _Watched(Reduction):
         super().__init__(inner.spec, inner.groups)
         self._inner, self._digest, self._silent = inner, digest, silent
 
+    def begin_step(self, updates: int, loss_scale: float) -> None:
+        if not self._silent:
+            self._inner.begin_step(updates, loss_scale)
+
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
         self._digest.add(gradients)
         if not self._silent:

@@ -145,7 +145,7 @@ REPLICAS = "--sites 2 --local-update local-sgd"
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ("--on-corruption go-back", 2, "--on-corruption needs --check-weight-hash-across-dp-replicas-interval or"),
+        ("--on-corruption go-back", 2, "--on-corruption needs --check-weight-hash-across-dp-replicas-interval, --r"),
         (f"{HASHES} 1 --on-corruption go-back", 2, "--on-corruption go-back needs --save and --resume auto"),
         (f"{HASHES} 1 {REPLICAS}", 2, f"{HASHES}: with local updates or parameter servers, replicas have different"),
         (f"{RERUNS} 1 {REPLICAS}", 2, f"{RERUNS} needs data parallelism that sums all gradients in each step"),
