@@ -7,6 +7,7 @@ from typing import Any
 
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
+    "alarms": "megalite.extras.alarms.alarms:Alarms",
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
     "survivors": "megalite.extras.recovery.survivors:Survivors",

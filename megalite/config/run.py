@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megalite.config.alarms import AlarmsConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
@@ -53,6 +54,8 @@ class TaskConfig:
     """Restart of ranks that fail, within the job."""
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     """Search for silent corruption."""
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """What is done about steps that look wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
