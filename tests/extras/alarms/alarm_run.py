@@ -17,7 +17,7 @@ from megalite.run.loop import TrainingLoop
 from tests.harness.unsharded import unsharded_parameters
 
 VOCABULARY, LENGTH, BATCH, STEPS = 12, 8, 4, 14
-SPIKE = 10
+SPIKE = 11
 """Step with the sample that makes the loss jump, if no other is given."""
 ALARMS = {"check_for_spiky_loss": True, "spiky_loss_factor": 2.0, "spiky_loss_window": 4}
 
@@ -108,8 +108,7 @@ def train(
             save=None if save is None else str(save),
             quiet=True,
             watchdog=False,
-            **options,
-            **settings,
+            **{**options, **settings},
         ) as run,
     ):
         trainer, first = run._trainer, run.iteration
