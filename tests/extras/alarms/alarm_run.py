@@ -64,9 +64,10 @@ def train(
     dropout: float = 0.0,
     micro_batch_size: int = 1,
     precision: str = "fp64",
+    spoils: int | None = None,
     **settings: Any,
 ) -> Course:
-    """Train for some steps, by `Trainer.train`."""
+    """Train for some steps, by `Trainer.train`. `spoils`: step after which a weight is not finite."""
     config = megalite.GPTConfig(
         num_layers=2,
         hidden_size=16,
@@ -119,6 +120,8 @@ def train(
             course.numbers.append(metrics.iteration)
             course.records.append(f"{metrics.losses} {metrics.grad_norm} {metrics.learning_rate}")
             course.skipped += [metrics.iteration] if metrics.skipped else []
+            if metrics.iteration == spoils:
+                trainer.optimizer.buckets[0].parameters[0] = torch.nan
             return metrics
 
         with mock.patch.object(trainer, "update", update):

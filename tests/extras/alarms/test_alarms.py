@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, items, train
+from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, item, items, train
 from tests.harness.rank_pool import RankPools
 
 SPIKY = ((SPIKE - 1) * BATCH, SPIKE * BATCH - 1)
@@ -180,3 +181,13 @@ def test_a_run_ends_when_every_step_is_a_spike(tmp_path: Path) -> None:
         found = train({}, items(wrong), tmp_path / policy, steps=30, spiky_loss_policy=policy, **ALARMS)
         assert "It is the 10th such step in a row" in found.error
         assert len(found.skipped) == 10
+
+
+def test_losses_of_rows_are_without_dropout(tmp_path: Path) -> None:
+    """Equal samples have equal losses, whatever dropout drops of each."""
+    data = [item(0) if number in (SPIKY[0], SPIKY[0] + 1) else each for number, each in enumerate(items())]
+    train({}, data, tmp_path / "run", dropout=0.3, **ALARMS)
+    line = next(line for line in ledger(tmp_path / "run") if line["step"] == SPIKE)
+    rows = dict(re.findall(r"sample (\d+) \(loss (\S+), item", line["why"]))
+    assert rows.keys() == set(map(str, range(SPIKY[0], SPIKY[1] + 1)))
+    assert rows[str(SPIKY[0])] == rows[str(SPIKY[0] + 1)]

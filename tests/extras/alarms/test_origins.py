@@ -57,6 +57,7 @@ def test_documents_are_those_whose_tokens_a_sample_has(tmp_path: Path) -> None:
         assert found == sorted(token % 30 for token in seen)
 
 
+@pytest.mark.wide_except("--num-workers 2 --async-save")
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 2", "--num-workers 2 --async-save"])
 def test_a_pretraining_goes_back_and_names_the_document(flags: str, run: Run, tmp_path: Path) -> None:
     """All documents but one are alike; it is that of a sample of step 21."""
