@@ -30,9 +30,9 @@ class AlarmsConfig:
     they came after the checkpoint."""
     check_for_large_grads: bool = False
     """Report a step whose gradient norm is at least ten times the largest of the steps before."""
-    check_for_nan_in_loss_and_grad: bool = False
-    """End the run at the first step whose loss or gradient is not finite, with a report on the origin, instead of
-    skipping it (and ending after ten in a row)."""
+    on_not_finite: Literal["skip", "end"] = "skip"
+    """Once the gradient of a step is not finite: skip it, and end after ten in a row; or end at once, also where only
+    the loss is not, with a report on the origin, as Megatron-LM does by default (end)."""
     iterations_to_skip: tuple[NonNegativeInt, ...] = ()
     """Steps whose updates are left out, by the number of steps before them: 0 is the first step."""
 
@@ -42,6 +42,6 @@ class AlarmsConfig:
         return (
             self.check_for_spiky_loss
             or self.check_for_large_grads
-            or self.check_for_nan_in_loss_and_grad
+            or self.on_not_finite == "end"
             or bool(self.iterations_to_skip)
         )

@@ -39,7 +39,7 @@ class TaskConfig:
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """Implementation of the fused operations, and compilation."""
+    """Implementation of fused operations, compilation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -55,7 +55,7 @@ class TaskConfig:
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     """Search for silent corruption."""
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
-    """What is done about steps that look wrong."""
+    """Alarms about steps that look wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)

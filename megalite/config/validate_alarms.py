@@ -39,7 +39,7 @@ def _flag(config: TaskConfig) -> str:
     given = {
         "--check-for-spiky-loss": alarms.check_for_spiky_loss,
         "--check-for-large-grads": alarms.check_for_large_grads,
-        "--check-for-nan-in-loss-and-grad": alarms.check_for_nan_in_loss_and_grad,
+        "--on-not-finite end": alarms.on_not_finite == "end",
     }
     return next((flag for flag, is_given in given.items() if is_given), "--iterations-to-skip")
 

@@ -227,10 +227,10 @@ class TrainingLoop:
         report = self.trainer.locate_not_finite()
         if report is not None and self.watch is not None:
             report = self.watch.after_skip(report)
-        if self.config.alarms.check_for_nan_in_loss_and_grad and self.trainer.skips_in_a_row:
+        if self.config.alarms.on_not_finite == "end" and self.trainer.skips_in_a_row:
             raise MegaliteError(
                 f"the loss or the gradient of step {self.trainer.iteration} was not finite, and "
-                f"--check-for-nan-in-loss-and-grad ends the run at the first such step{f'. {report}' if report else ''}"
+                f"--on-not-finite end ends the run at the first such step{f'. {report}' if report else ''}"
             )
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(

@@ -70,7 +70,7 @@ class Alarms:
         if not math.isfinite(norm):  # the step is skipped anyway
             return result
         loss = self._loss(gradients)
-        if not math.isfinite(loss) and config.check_for_nan_in_loss_and_grad:
+        if not math.isfinite(loss) and config.on_not_finite == "end":
             return StepResult(dict.fromkeys(result.gradient_norms, math.nan))
         if before in config.iterations_to_skip:
             why = f"step {before + 1} was not trained on: --iterations-to-skip has {before}"

@@ -28,6 +28,7 @@ def origin(task: Task, sample: int) -> str:
 
 
 def _of_dataset(dataset: Any, sample: int) -> str:
+    """Return the origin of a sample of a dataset, or of those that it is made of."""
     if isinstance(dataset, FieldsDataset | FillInTheMiddleDataset):
         return _of_dataset(dataset.tokens, sample)
     if isinstance(dataset, BlendedDataset):

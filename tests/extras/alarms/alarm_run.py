@@ -24,7 +24,7 @@ ALARMS = {"check_for_spiky_loss": True, "spiky_loss_factor": 2.0, "spiky_loss_wi
 
 @dataclass
 class Course:
-    """What a rank has seen of a training."""
+    """Events of a training on a rank."""
 
     records: list[str] = field(default_factory=list)
     """Loss, gradient norm and learning rate of each step of the trajectory, by the bit."""

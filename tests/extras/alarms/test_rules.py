@@ -46,17 +46,19 @@ def test_a_large_gradient_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_loss_that_is_not_finite_may_end_the_run(ends: bool) -> None:
-    """Where gradients are not, the step is skipped in any case."""
+    """A step whose gradients are not finite is skipped in any case."""
     with mock.patch.object(alarms.Alarms, "_loss", return_value=math.nan):
-        found = train({}, items(()), steps=3, check_for_nan_in_loss_and_grad=ends, **{**ALARMS, "spiky_loss_window": 1})
+        found = train(
+            {}, items(()), steps=3, on_not_finite="end" if ends else "skip", **{**ALARMS, "spiky_loss_window": 1}
+        )
     assert found.numbers == ([1] if ends else [1, 2, 3])
     assert found.skipped == ([1] if ends else [])
-    assert ("--check-for-nan-in-loss-and-grad ends the run" in found.error) is ends
+    assert ("--on-not-finite end ends the run" in found.error) is ends
 
 
 def test_a_gradient_that_is_not_finite_may_end_the_run() -> None:
     assert len(train({}, items(()), spoils=3).skipped) == 10
-    found = train({}, items(()), spoils=3, check_for_nan_in_loss_and_grad=True)
+    found = train({}, items(()), spoils=3, on_not_finite="end")
     assert found.skipped == [4]
     assert "before it began, parameters were already not finite" in found.error
 
