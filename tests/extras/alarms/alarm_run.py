@@ -65,9 +65,14 @@ def train(
     micro_batch_size: int = 1,
     precision: str = "fp64",
     spoils: int | None = None,
+    by_program: bool = False,
+    experts: int | None = None,
     **settings: Any,
 ) -> Course:
-    """Train for some steps, by `Trainer.train`. `spoils`: step after which a weight is not finite."""
+    """Train for some steps, by `Trainer.train` or by a program's own loop.
+
+    `spoils`: step after which a weight is not finite.
+    """
     config = megalite.GPTConfig(
         num_layers=2,
         hidden_size=16,
@@ -78,6 +83,9 @@ def train(
         max_position_embeddings=LENGTH,
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        num_experts=experts,
+        moe_router_enable_expert_bias=experts is not None,
+        moe_router_score_function="softmax" if experts is None else "sigmoid",
     )
     course = Course()
     options = {"save_interval": 3, "report": False} if save is not None else {}
@@ -126,7 +134,11 @@ def train(
 
         with mock.patch.object(trainer, "update", update):
             try:
-                run.train(steps)
+                if by_program:
+                    for batch in run.batches(steps):
+                        run.step(batch)
+                else:
+                    run.train(steps)
             except MegaliteError as error:
                 course.error = str(error)
         course.consumed, course.left_out = trainer.consumed_samples, list(trainer.left_out)
@@ -134,3 +146,28 @@ def train(
         with unsharded_parameters(trainer.optimizer):
             course.weights = {name: each.detach().clone() for name, each in trainer.network.named_parameters()}
     return course
+
+
+def own_model(layout: Mapping[str, Any], micro_batch_size: int, save: Path) -> float:
+    """Train a module that learns to return 0, with one sample that is far from it. Returns its loss in that step."""
+    points = [torch.full((4,), 100.0 if number == 42 else 1.0 + number % 2) for number in range(64)]
+    with megalite.Trainer(
+        stages=[torch.nn.Linear(4, 4) for _ in range(2)],
+        loss=lambda outputs, batch: outputs.square().mean(),
+        dataset=points,
+        shuffle=True,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=4,
+        optimizer=megalite.SGD(lr=0.01),
+        layout=megalite.Layout(**layout),
+        precision="fp64",
+        save=str(save),
+        report=False,
+        quiet=True,
+        watchdog=False,
+        spiky_loss_policy="skip",
+        **ALARMS,
+    ) as run:
+        order = [run._run.task.train.index(sample) for sample in range(64)]
+        run.train(16)
+    return order.index(42)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, item, items, train
+from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, item, items, own_model, train
 from tests.harness.rank_pool import RankPools
 
 SPIKY = ((SPIKE - 1) * BATCH, SPIKE * BATCH - 1)
@@ -142,18 +142,22 @@ def test_the_update_of_a_spike_is_skipped(rank_pools: RankPools, tmp_path: Path)
     assert ledger(tmp_path / "run") == decided
 
 
-def test_a_spike_before_the_first_save_is_skipped(tmp_path: Path) -> None:
-    options = {"spiky_loss_policy": "rewind", "save_interval": 100, **ALARMS}
-    found = train({}, items(), tmp_path / "run", **options)
+@pytest.mark.parametrize("why", [{"save_interval": 100}, {"by_program": True}])
+def test_a_run_that_cannot_go_back_skips(why: Mapping[str, Any], tmp_path: Path) -> None:
+    """It has no checkpoint yet, or its program has drawn the samples."""
+    options = {"spiky_loss_policy": "rewind", **ALARMS}
+    found = train({}, items(), tmp_path / "run", **options, **why)
     skipped = train({}, items(), tmp_path / "other", **{**options, "spiky_loss_policy": "skip"})
     assert_same(found, skipped)
     assert found.skipped == [SPIKE]
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
-def test_reports_change_nothing(micro_batch_size: int, rank_pools: RankPools, tmp_path: Path) -> None:
-    """Dropout is left out of the losses of rows, and back in the next step."""
-    options = {"dropout": 0.1, "micro_batch_size": micro_batch_size}
+@pytest.mark.parametrize(("micro_batch_size", "experts"), [(1, None), (2, 4)])
+def test_reports_change_nothing(
+    micro_batch_size: int, experts: int | None, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    """Dropout is left out of the losses of rows, and back in the next step; the loads of experts count them once."""
+    options = {"dropout": 0.1, "micro_batch_size": micro_batch_size, "experts": experts}
     alarms = {**ALARMS, "check_for_large_grads": True, "on_not_finite": "end"}
     found = rank_pools(2).run(train, LAYOUTS["dp2"], items(), tmp_path / "run", **options, **alarms)
     for course, plain in zip(found, rank_pools(2).run(train, LAYOUTS["dp2"], items(), **options), strict=True):
@@ -191,3 +195,14 @@ def test_losses_of_rows_are_without_dropout(tmp_path: Path) -> None:
     rows = dict(re.findall(r"sample (\d+) \(loss (\S+), item", line["why"]))
     assert rows.keys() == set(map(str, range(SPIKY[0], SPIKY[1] + 1)))
     assert rows[str(SPIKY[0])] == rows[str(SPIKY[0] + 1)]
+
+
+@pytest.mark.parametrize(("layout", "size"), [({}, 2), ({"pp": 2}, 1)], ids=["dp2", "pp2"])
+def test_a_model_of_ones_own(layout: Mapping[str, Any], size: int, rank_pools: RankPools, tmp_path: Path) -> None:
+    """Its micro-batches are named, and of their samples the places in the dataset."""
+    spiky, _ = rank_pools(2).run(own_model, layout, size, tmp_path / "run")
+    (line,) = ledger(tmp_path / "run")
+    first = spiky // size * size
+    named = f"sample{'s' * (size > 1)} {', '.join(map(str, range(first, first + size)))}"
+    assert f"its rows: {named} (loss " in line["why"]
+    assert "item 42 of the dataset" in line["why"]
