@@ -40,6 +40,7 @@ from megalite.training.display import Display
 from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
+from megalite.training.left_out import LEFT_OUT, left_out_of
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
-LEFT_OUT = "left_out_samples"
-"""Section of a checkpoint's configuration that has the samples which the run passes over."""
 
 
 class Trainer:
@@ -364,7 +363,7 @@ class Trainer:
         if self.alarms is not None:
             config |= self.alarms.saved()
         if self.left_out:
-            config[LEFT_OUT] = {"ranges": list(self.left_out)}
+            config[LEFT_OUT] = {"ranges": self.left_out}
         return self._training_state(), {**config, **self.shares.saved()}
 
     def _training_state(self) -> TrainingState:
@@ -429,7 +428,7 @@ class Trainer:
             if self.shares.saved() != proved_for:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
-            self.left_out = [(first, last) for first, last in described.config.get(LEFT_OUT, {}).get("ranges", ())]
+            self.left_out = left_out_of(path, described.config)
             if self.alarms is not None:
                 self.alarms.restore(described.config)
             notes += self._optimizer_notes(path, described.config)

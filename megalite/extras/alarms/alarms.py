@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megalite.errors import ConfigurationError, MegaliteError
+from megalite.config.run import fits
+from megalite.errors import CheckpointError, ConfigurationError, MegaliteError
 from megalite.extras.alarms.going_back import go_back
 from megalite.extras.alarms.history import History
 from megalite.extras.alarms.origins import origin
@@ -120,10 +121,12 @@ class Alarms:
         return {_HISTORY: {"losses": list(self._losses.values), "norms": list(self._norms.values)}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over that section from a checkpoint's configuration."""
+        """Take over that section from a checkpoint's configuration. Raises CheckpointError if it is damaged."""
         history, empty = saved.get(_HISTORY, {}), History(self._config.spiky_loss_window)
-        self._losses = empty.with_values(history.get("losses", ()))
-        self._norms = empty.with_values(history.get("norms", ()))
+        losses, norms = history.get("losses", []), history.get("norms", [])
+        if not (fits(losses, tuple[float, ...]) and fits(norms, tuple[float, ...])):
+            raise CheckpointError(f"the checkpoint's {_HISTORY} has no numbers: resume from another one")
+        self._losses, self._norms = empty.with_values(losses), empty.with_values(norms)
 
     def _goes_back(self, spike: _Found, loop: TrainingLoop) -> bool:
         """Go back to the newest checkpoint, without the samples of the spike. Returns False if there is none."""

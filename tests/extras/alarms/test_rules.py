@@ -14,9 +14,10 @@ from torch import nn
 import megalite
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.extras.alarms import alarms
 from megalite.extras.alarms.history import History
+from megalite.training.left_out import left_out_of
 from tests.end_to_end.runs import GPT2, MOCK, words
 from tests.extras.alarms.alarm_run import ALARMS, SPIKE, items, train
 from tests.extras.alarms.test_alarms import ledger
@@ -102,3 +103,12 @@ def test_several_optimizers_are_refused() -> None:
             watchdog=False,
             check_for_large_grads=True,
         )
+
+
+@pytest.mark.parametrize(
+    "section", [{"ranges": [[4, 3]]}, {"ranges": [[4, 7], [7, 9]]}, {"ranges": [["4", 5]]}, {"ranges": 3}]
+)
+def test_samples_that_are_no_ranges_are_refused(section: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="left_out_samples are not ascending ranges"):
+        left_out_of(tmp_path, {"left_out_samples": section})
+    assert left_out_of(tmp_path, {"left_out_samples": {"ranges": [[0, 3], [5, 5]]}}) == [(0, 3), (5, 5)]
