@@ -7,6 +7,7 @@ from typing import Any
 
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
+    "alarms": "megalite.extras.alarms.alarms:Alarms",
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
     "monitors": "megalite.extras.monitors.from_flags:monitors",
     "largest_tensors": "megalite.extras.monitors.largest:largest_tensors",

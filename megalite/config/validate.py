@@ -165,6 +165,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _elastic(config),
         _survivors(config),
         _corruption(config, world_size),
+        _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -188,6 +189,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         reporting_problems(config.reporting, config.checkpoint.save),
         recovery_problems(config.recovery, config.checkpoint),
         _corruption(config, world_size),
+        _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -220,6 +222,15 @@ def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
         hashes = "--check-weight-hash-across-dp-replicas-interval"
         others = "--rerun-on-replica-interval or --check-gradient-sync-interval"
         yield from needs(config.corruption, "on_corruption", f"{hashes}, {others}")
+
+
+def _alarms(config: TaskConfig) -> Iterable[str]:
+    """Return a line for each relation of the alarms that does not hold."""
+    if not changed(config.alarms, "*"):
+        return ()
+    from megalite.config.validate_alarms import alarm_problems  # few runs have them
+
+    return alarm_problems(config)
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:

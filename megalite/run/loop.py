@@ -125,6 +125,8 @@ class TrainingLoop:
         trainer = self.trainer
         if not trainer.evaluation_left:
             self._step(step or trainer.step)
+            if trainer.alarms is not None and trainer.alarms.after_step(self, may_go_back=step is None):
+                return True
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
         agreed = self._agree()
@@ -156,12 +158,10 @@ class TrainingLoop:
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
-            self._writer = stack.enter_context(_metrics_writer(trainer, self.display.message))
-            trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
-            if self._writer.note is not None:
-                self.display.message(self._writer.note)
+            self._open_records()
+            stack.push(self._close_records)
             if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
-                self._ledger = stack.enter_context(self._open_ledger(trainer.directory))
+                self._ledger = self._open_ledger(trainer.directory)
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
@@ -178,6 +178,37 @@ class TrainingLoop:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+    def _open_records(self) -> None:
+        """Open the metrics, without those of steps that are run again."""
+        trainer = self.trainer
+        self._writer = _metrics_writer(trainer, self.display.message)
+        trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
+        if self._writer.note is not None:
+            self.display.message(self._writer.note)
+
+    def _close_records(self, *error: Any) -> None:
+        """Close the metrics and the ledger, which may have been opened again since the start."""
+        records = ExitStack()
+        records.push(self._writer)
+        if self._ledger is not None:
+            records.push(self._ledger)
+        records.__exit__(*error)
+
+    def begin_again(self, decisions: Sequence[Decision]) -> None:
+        """Go on from the step to which the trainer has gone back: records and decisions of later ones are removed.
+
+        `decisions`: those that led there. They are of the step that is next, which they change.
+        """
+        trainer = self.trainer
+        self.saved = self._timed = trainer.iteration
+        self._writer.close()
+        self._open_records()
+        if self._ledger is not None and trainer.directory is not None:
+            self._ledger.close()
+            self._ledger = self._open_ledger(trainer.directory)
+        self.record_decisions(decisions, trainer.iteration + 1)
+        self.log_progress("goes back")
 
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
@@ -231,6 +262,11 @@ class TrainingLoop:
         report = self.trainer.locate_not_finite()
         if report is not None and self.watch is not None:
             report = self.watch.after_skip(report)
+        if self.config.alarms.on_not_finite == "end" and self.trainer.skips_in_a_row:
+            raise MegaliteError(
+                f"the loss or the gradient of step {self.trainer.iteration} was not finite, and "
+                f"--on-not-finite end ends the run at the first such step{f'. {report}' if report else ''}"
+            )
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -399,14 +435,17 @@ class TrainingLoop:
         if told is not None:
             self.display.message(told)
 
-    def record_decisions(self, decisions: Sequence[Decision]) -> None:
-        """Write decisions that the last step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes."""
+    def record_decisions(self, decisions: Sequence[Decision], step: int | None = None) -> None:
+        """Write decisions that a step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes.
+
+        `step`: None for the last one.
+        """
         directory = self.trainer.directory
         if self.mesh.rank != 0 or directory is None:
             return
         if self._ledger is None:
-            self._ledger = self._stack.enter_context(self._open_ledger(directory))
-        told = self._ledger.write(self.trainer.iteration, decisions)
+            self._ledger = self._open_ledger(directory)
+        told = self._ledger.write(self.trainer.iteration if step is None else step, decisions)
         if told is not None:
             self.display.message(told)
 

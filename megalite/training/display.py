@@ -149,7 +149,7 @@ class Display:
         if (mfu := metrics.throughput.get("mfu")) is not None:
             parts.append(f"MFU {mfu:.1%}")
         if metrics.skipped:
-            parts.append("skipped: not finite")
+            parts.append("skipped" if math.isfinite(metrics.grad_norm) else "skipped: not finite")
         elif self._total is not None and not has_bar:
             parts.append(f"ETA {self._remaining(self._total)}")
         return " | ".join(parts)

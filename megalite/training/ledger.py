@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megalite.data.sampler import Ranges
 from megalite.errors import CheckpointError
 from megalite.small_files import reason
 from megalite.storage import AnyPath, ObjectPath
 from megalite.training.metrics import Growing, Published, StepWriter, cut
-
-Ranges = Sequence[tuple[int, int]]
-"""First and last number of each range of samples, which are counted from 0 over the whole run."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
+from tests.extras.alarms import test_alarms
 from tests.extras.chaos import test_chaos
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.monitors import gradient_run
@@ -120,6 +121,10 @@ def test_a_wrong_sum_of_gradients_is_found(rank_pools: RankPools) -> None:
     ):
         assert "have different gradients along dp" in course.error
         assert (len(course.bits), course.code) == (1, 93)
+
+
+def test_a_run_goes_back_from_a_spike(rank_pools: RankPools, tmp_path: Path) -> None:
+    test_alarms.test_a_run_that_goes_back_is_one_without_the_samples("dp2", rank_pools, tmp_path)
 
 
 def test_a_run_has_a_report(tmp_path: Path) -> None:

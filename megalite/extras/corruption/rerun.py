@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -123,7 +123,8 @@ class Reruns:
         shares, batch_size = trainer.shares, trainer.task.batch_size.at(consumed_samples)
         rank = (shares.rank + shift * self.replicas.block) % shares.ranks
         number = batch_size // trainer.config.training.micro_batch_size
-        micro_batches = trainer.loader.micro_batches(consumed_samples, equal_deal(rank, shares.ranks, number))
+        deal = replace(equal_deal(rank, shares.ranks, number), left_out=trainer.left_out)
+        micro_batches = trainer.loader.micro_batches(consumed_samples, deal)
         with self._reduced_by(digest, silent=True), trainer.unchanged():
             gradients = trainer.forward_backward(micro_batches)
             for accumulator in self._accumulators():
