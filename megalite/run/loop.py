@@ -231,7 +231,7 @@ class TrainingLoop:
         if self.copies is not None:
             figures |= self.copies.figures()
         if (sources := self.trainer.task.sources) is not None:
-            figures |= sources.after(metrics.consumed_samples)
+            figures |= sources.after(metrics.consumed_samples, self.trainer.left_out)
         if self.metrics is None and (counted := self.trainer.task.counted_memory) is not None:
             figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megalite.data import sources
+from megalite.data.sampler import equal_deal
 from megalite.data.sources import SourceTokens, short_names
 
 
@@ -20,6 +23,20 @@ def test_tokens_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         assert counting.after(consumed) == expected
         assert counting.after(consumed) == expected
+
+
+def test_samples_left_out_are_not_counted() -> None:
+    """Those that the sampler gives are: at the end of the data the first ones take their places."""
+    chosen = np.random.default_rng(0).integers(0, 2, 40).astype(np.int16)
+    left_out = [(3, 5), (20, 20)]
+    counting = SourceTokens(chosen, ["a", "b"], 1)
+    for consumed in (1, 3, 4, 16, 17, 18, 36, 38, 40, 2):
+        deal = replace(equal_deal(0, 1, consumed), left_out=left_out)
+        drawn = [sample for part in deal.samples(0, 1, range(40)) for sample in part]
+        expected = {
+            f"consumed_tokens/{name}": float((chosen[drawn] == number).sum()) for number, name in enumerate("ab")
+        }
+        assert counting.after(consumed, left_out) == expected
 
 
 def test_a_source_that_is_given_twice_is_one() -> None:
