@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.optim.optimizer import Optimizer
-from megalite.tasks.memory import in_words, storages_by_kind
+from megalite.process.output import in_words
+from megalite.tasks.memory import storages_by_kind
 from megalite.torch_internals import storage_identity
 from megalite_kernels.implementation import on_gpu
 

@@ -13,9 +13,10 @@ from megalite.extras.monitors.host_allocator import host_memory, resident_bytes
 from megalite.parallel import collectives
 from megalite.parallel.device import peak_memory_bytes
 from megalite.process.host import host_name
+from megalite.process.output import in_words
 from megalite.run.monitor import Observation
 from megalite.run.timing import largest
-from megalite.tasks.memory import in_words, storages_by_kind
+from megalite.tasks.memory import storages_by_kind
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 from megalite_kernels.implementation import on_gpu

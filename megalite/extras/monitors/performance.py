@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megalite.extras.monitors.planned import Planned
+from megalite.process.output import in_words
 from megalite.run.monitor import Observation
-from megalite.tasks.memory import in_words
 from megalite.training.metrics import StepMetrics
 from megalite.watchdog.sections import OF_A_STEP, WAITING
 
