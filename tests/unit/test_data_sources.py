@@ -26,7 +26,7 @@ def test_tokens_are_those_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_samples_left_out_are_not_counted() -> None:
-    """Those that the sampler gives are: at the end of the data the first ones take their places."""
+    """Counts are of the samples that the sampler gives: at the end of the data the first ones come again."""
     chosen = np.random.default_rng(0).integers(0, 2, 40).astype(np.int16)
     left_out = [(3, 5), (20, 20)]
     counting = SourceTokens(chosen, ["a", "b"], 1)

@@ -96,9 +96,9 @@ class _Worker(threading.Thread):
         self._called: float | None = None
         self._lost = 0
         self._error: str | None = None
-        """Why the service is left out."""
+        """Reason why the service is left out."""
         self._failure: str | None = None
-        """Why it has not taken the records of the last call."""
+        """Reason why it has not taken the records of the last call."""
         self._left_out = self._told_full = self._told_failure = False
 
     def put(self, record: Record) -> None:

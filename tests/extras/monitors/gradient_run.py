@@ -53,7 +53,7 @@ def train(flags: str, steps: int, wrong: Wrong | None = None) -> Course:
     trainer = trainer_of(flags)
     watch = CorruptionWatch(trainer) if trainer.config.corruption.is_watched else None
     if trainer.config.is_monitored:
-        assert not monitors(trainer, None, None)
+        assert not monitors(trainer, None)
     bits: list[str] = []
     error, code, found = "", 0, list[object]()
 
