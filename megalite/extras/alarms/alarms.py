@@ -14,7 +14,7 @@ from megalite.errors import CheckpointError, ConfigurationError, MegaliteError
 from megalite.extras.alarms.going_back import go_back
 from megalite.extras.alarms.history import History
 from megalite.extras.alarms.origins import origin
-from megalite.extras.alarms.rows import row_losses
+from megalite.extras.alarms.rows import highest_rows
 from megalite.optim.optimizer import StepResult
 from megalite.parallel.collectives import all_gather_json, broadcast_
 from megalite.run.loop import TrainingLoop
@@ -170,7 +170,7 @@ class Alarms:
     def _rows(self, gradients: Gradients) -> str:
         """Return a text on the rows with the highest loss, which a second forward finds."""
         shown = []
-        for row in row_losses(self._trainer, gradients.micro_batches)[:_SHOWN]:
+        for row in highest_rows(self._trainer, gradients.micro_batches, _SHOWN):
             of = [name for sample in row.samples if (name := origin(self._trainer.task, sample))]
             numbers = ", ".join(map(str, row.samples))
             named = f"sample{'s' * (len(row.samples) > 1)} {numbers}"

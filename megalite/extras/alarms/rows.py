@@ -23,10 +23,12 @@ class Row:
     loss: float
 
 
-def row_losses(trainer: Trainer, micro_batches: Sequence[Any]) -> list[Row]:
-    """Return the rows of a step with their losses, the highest first. Called by all ranks together.
+def highest_rows(trainer: Trainer, micro_batches: Sequence[Any], most: int) -> list[Row]:
+    """Return the rows of a step with the highest losses, the same on all ranks. Called by all ranks together.
 
-    `micro_batches`: those of this rank. Parts of its rows are on other ranks, and all ranks run as many forwards.
+    Args:
+        micro_batches: those of this rank. Parts of its rows are on other ranks, and all ranks run as many forwards.
+        most: the most rows.
     """
     mesh, task = trainer.mesh, trainer.task
     term = next(term for term in task.evaluated if term.name == task.loss_name)
@@ -44,8 +46,9 @@ def row_losses(trainer: Trainer, micro_batches: Sequence[Any]) -> list[Row]:
             counts = loss_terms.total_counts([of_row], loss_terms.counted([of_row], [row], mesh.device), mesh)
             if counts[term.name]:  # not a slot that is empty
                 own.append((list(samples), loss_terms.means(sums, counts)[term.name]))
-    found = [Row(*row) for rows in all_gather_json(own, mesh, "dp") for row in rows]
-    return sorted(found, key=lambda row: (-row.loss, row.samples))
+    found = [row for rows in all_gather_json(own, mesh, "dp") for row in rows]
+    highest = sorted(found, key=lambda row: (-row[1], row[0]))[:most]
+    return [Row(*row) for row in all_gather_json(highest, mesh)[0]]  # ranks may differ in the last digit
 
 
 def _rows(micro_batches: Sequence[Any]) -> Iterator[tuple[Any, Sequence[int]]]:

@@ -16,8 +16,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import open_data
-from tests.end_to_end.runs import GPT2, Run, words
+from megalite.training.trainer import Trainer
+from tests.end_to_end.runs import GPT2, Run, losses, words
 from tests.extras.alarms.test_alarms import ledger, steps_of
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.token_files import add_document
 
 NULL = words("--tokenizer-type NullTokenizer --vocab-size 60 --split 100,0,0 --no-report")
@@ -33,9 +35,15 @@ def write(prefix: Path, documents: list[list[int]], parts: int = 1) -> Path:
     return prefix
 
 
-def task(*flags: object) -> GPTTask:
+def trainer(*flags: object) -> Trainer:
     config = resolve(parse_arguments([*NULL, *GPT2, *map(str, flags)]).config, 1)
-    return GPTTask(config, open_data(config), ParallelMesh())
+    return gpt_trainer(config, open_data(config), ParallelMesh())
+
+
+def task(*flags: object) -> GPTTask:
+    found = trainer(*flags).task
+    assert isinstance(found, GPTTask)
+    return found
 
 
 def test_documents_are_those_whose_tokens_a_sample_has(tmp_path: Path) -> None:
@@ -67,11 +75,12 @@ def test_a_pretraining_goes_back_and_names_the_document(flags: str, run: Run, tm
     assert isinstance(samples, FieldsDataset)
     assert isinstance(samples.tokens, GPTDataset)
     (spiky,) = samples.tokens.document_index[samples.tokens.sample_index[samples.tokens.shuffle_index[81], :1]]
-    other = np.random.default_rng(1).integers(3, 60, 16).tolist()
-    write(tmp_path / "text", [other if number == spiky else tokens for number, tokens in enumerate(plain)])
+    noise = np.random.default_rng(1).integers(3, 60, 16).tolist()
+    write(tmp_path / "text", [noise if number == spiky else tokens for number, tokens in enumerate(plain)])
     alarms = "--check-for-spiky-loss --spiky-loss-factor 1.3 --spiky-loss-window 5 --spiky-loss-policy rewind"
     save = ["--save", tmp_path / "run", "--save-interval", 6]
-    run(*NULL, *GPT2, *options, *save, "--lr", 3e-2, *words(alarms), *words(flags), world_size=2, data=())
+    options += words("--lr 3e-2 --hidden-dropout 0.05")
+    run(*NULL, *GPT2, *options, *save, *words(alarms), *words(flags), world_size=2, data=())
     lines = ledger(tmp_path / "run")
     assert [(line["step"], line["samples"]) for line in lines] == [(19, [[80, 83]])]
     highest = lines[0]["why"].partition("its rows: ")[2].partition(";")[0]
@@ -79,3 +88,8 @@ def test_a_pretraining_goes_back_and_names_the_document(flags: str, run: Run, tm
     assert str(spiky) in highest
     assert highest.endswith(f" of {tmp_path / 'text'})")
     assert steps_of(tmp_path / "run") == list(range(1, 27))
+    other = trainer(*options)
+    other.left_out = [(80, 83)]
+    with other.loader:
+        expected = [other.step().loss for _ in range(26)]
+    assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
