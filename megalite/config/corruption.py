@@ -29,11 +29,11 @@ class CorruptionConfig:
     @property
     def is_watched(self) -> bool:
         """True if the run searches for it."""
+        return self.finds_right_steps or self.check_gradient_sync_interval is not None
+
+    @property
+    def finds_right_steps(self) -> bool:
+        """True if a check that finds nothing says that the steps before it were right."""
         return (
             self.check_weight_hash_across_dp_replicas_interval is not None or self.rerun_on_replica_interval is not None
         )
-
-    @property
-    def has_checks(self) -> bool:
-        """True if the run searches for it, or checks its reductions."""
-        return self.is_watched or self.check_gradient_sync_interval is not None

@@ -59,9 +59,8 @@ class TaskConfig:
 
     @property
     def is_monitored(self) -> bool:
-        """True if something watches the run after its steps, or its gradients before the update."""
-        logging, checks = self.logging, self.corruption.check_gradient_sync_interval is not None
-        return checks or logging.memory_monitor or logging.performance_monitor
+        """True if something watches the run after its steps."""
+        return self.logging.memory_monitor or self.logging.performance_monitor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,14 +214,13 @@ def _survivors(config: RunConfig) -> Iterable[str]:
 
 def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each relation of the search for silent corruption that does not hold."""
-    if config.corruption.has_checks:
+    if config.corruption.is_watched:
         from megalite.config.validate_corruption import corruption_problems  # few runs search
 
         yield from corruption_problems(config, world_size)
-    else:
+    if not config.corruption.finds_right_steps:
         hashes = "--check-weight-hash-across-dp-replicas-interval"
-        others = "--rerun-on-replica-interval or --check-gradient-sync-interval"
-        yield from needs(config.corruption, "on_corruption", f"{hashes}, {others}")
+        yield from needs(config.corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
 
 
 def _alarms(config: TaskConfig) -> Iterable[str]:

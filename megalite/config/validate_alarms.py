@@ -53,7 +53,7 @@ def _rewind_problems(config: TaskConfig) -> Iterator[str]:
         yield f"{flag} needs the optimizer's state in the checkpoints: drop --no-save-optim"
     if config.recovery.warm_restart:
         yield f"{flag} and --warm-restart: copies in memory would be of the steps that it takes back; drop one of them"
-    if config.corruption.is_watched:
+    if config.corruption.finds_right_steps:
         yield f"{flag} and the search for silent corruption, which counts the steps since its last check: drop one"
     if config.parallel.data_parallel_shares is not None:
         yield f"{flag} and --data-parallel-shares: measured shares are of the steps that it takes back; drop one"

@@ -52,7 +52,8 @@ _REFUSED = {
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
     "num_servers max_staleness backup_workers",
     "recovery": "spare_nodes elastic elastic_replan survivors_finish_step",
-    "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval",
+    "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval "
+    "check_gradient_sync_interval",
 }
 
 

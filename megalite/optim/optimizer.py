@@ -129,7 +129,8 @@ class Optimizer:
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
         self.before_update: Callable[[], None] | None = None
-        """Called on all ranks once gradients are reduced, before they are applied; None: nothing is."""
+        """Called on all ranks once gradients are complete, before they are applied; None: nothing is. A judge of `step`
+        comes before it: under ZeRO 0 the slices of other ranks are gathered only once it has allowed the update."""
 
     def config_of(self, parameter: Parameter) -> OptimizerConfig:
         """Return the hyperparameters of a parameter."""

@@ -211,7 +211,7 @@ class Run:
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         if self.config.is_monitored:
-            loop.monitors = entry_point("monitors")(trainer, self.copies)
+            loop.monitors = entry_point("monitors")(trainer)
         return loop
 
     def finish(self, display: Display, last: int) -> None:

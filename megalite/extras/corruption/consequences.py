@@ -44,7 +44,7 @@ class Finding:
     ranks: Sequence[int]
     """Ranks that are wrong; empty if it is not known which of several are."""
     agreed: int
-    """Last step whose weights were found to be right."""
+    """Last step whose weights were found to be right; 0: none is known to be."""
 
 
 class Consequences:
@@ -67,7 +67,7 @@ class Consequences:
         if goes_back and self._copies is not None:
             self._copies.drop_after(agreed)
         suspect, newest = all_gather_json(told, self._mesh)[0]
-        text = f"{finding.what}. Steps after {agreed} may be wrong"
+        text = f"{finding.what}. {f'Steps after {agreed}' if agreed else 'All steps so far'} may be wrong"
         if suspect:
             text += f", and so may {suspect}"
         if not goes_back:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NoReturn
 
 from megalite.errors import ConfigurationError
 from megalite.extras.corruption.consequences import Consequences, Finding, named
+from megalite.extras.corruption.gradient_sync import GradientSync
 from megalite.extras.corruption.replicas import Difference, SharedWeights
 from megalite.extras.corruption.rerun import Judgement, Reruns, Result, judge
 from megalite.parallel.collectives import all_gather_json
@@ -42,6 +44,9 @@ class CorruptionWatch:
         self._agreed = last_checked(trainer.iteration, self._hash_interval)
         self._verified = last_checked(trainer.iteration, self._rerun_interval)
         self._consumed = trainer.consumed_samples
+        if (interval := config.check_gradient_sync_interval) is not None:
+            sums = GradientSync(trainer, interval, self._hosts, deterministic=deterministic)
+            trainer.optimizer.before_update = partial(self._check_sums, sums)
 
     def step(self) -> StepMetrics:
         """Run a step of the trainer, with the checks that are due, before its update.
@@ -86,6 +91,11 @@ class CorruptionWatch:
             f"{report}. On two replicas it had equal bits, and was not finite: the fault is deterministic, of the "
             "model, its weights or its data, and not of a device"
         )
+
+    def _check_sums(self, sums: GradientSync) -> None:
+        """Check complete gradients, if that is due. Raises SilentCorruptionError, before the update."""
+        if (finding := sums.finding(self._agreed)) is not None:
+            raise self._consequences.end(finding, self._hosts)
 
     def _judge_again(self, results: list[Result]) -> tuple[Judgement, list[Result]]:
         """Compute the step again, on the same replicas and, if there is one, on a third one."""

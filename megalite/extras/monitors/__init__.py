@@ -1,1 +1,1 @@
-"""Monitors of a run: sums of gradients that are checked, memory by kind and its growth, shares of a step."""
+"""Monitors of a run: memory by kind and its growth, shares of a step."""

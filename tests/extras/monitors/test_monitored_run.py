@@ -18,7 +18,7 @@ from megalite.extras.monitors.planned import Planned
 from megalite.lifecycle.out_of_memory import describe_out_of_memory
 from tests.end_to_end.runs import GPT2, MOCK, Run, assert_same_checkpoint, ended, losses, metrics
 from tests.extras.corruption.corruption_run import FLAGS, trainer_of
-from tests.extras.monitors.gradient_run import SYNC
+from tests.extras.corruption.gradient_run import SYNC
 from tests.harness.job import Job
 
 LEAK = """
@@ -128,7 +128,8 @@ def test_the_largest_tensors_are_named_when_memory_runs_out() -> None:
         ),
         ("--performance-monitor --timing-interval 0", 1, "--performance-monitor needs --timing-interval above 0"),
         ("--performance-plan cpu", 1, "--performance-plan needs --performance-monitor"),
-        ("--on-corruption go-back", 1, "needs --check-weight-hash-across-dp-replicas-interval, --rerun-on-replica-int"),
+        ("--on-corruption go-back", 1, "needs --check-weight-hash-across-dp-replicas-interval or --rerun-on-replica"),
+        (f"{SYNC} 2 --on-corruption go-back", 2, "--on-corruption needs --check-weight-hash"),
     ],
 )
 def test_what_cannot_be_monitored_is_refused(flags: str, ranks: int, told: str) -> None:

@@ -11,10 +11,9 @@ from unittest import mock
 from torch import Tensor
 
 from megalite.errors import MegaliteError
+from megalite.extras.corruption import gradient_sync
+from megalite.extras.corruption.summed_again import summed_again
 from megalite.extras.corruption.watch import CorruptionWatch
-from megalite.extras.monitors import gradient_sync
-from megalite.extras.monitors.from_flags import monitors
-from megalite.extras.monitors.summed_again import summed_again
 from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
@@ -49,11 +48,9 @@ class Course:
     """Number of buckets of this rank that have been summed again."""
 
 
-def train(flags: str, steps: int, wrong: Wrong | None = None) -> Course:
+def train(flags: str, steps: int, *wrong: Wrong) -> Course:
     trainer = trainer_of(flags)
     watch = CorruptionWatch(trainer) if trainer.config.corruption.is_watched else None
-    if trainer.config.is_monitored:
-        assert not monitors(trainer, None)
     bits: list[str] = []
     error, code, found = "", 0, list[object]()
 
@@ -63,7 +60,7 @@ def train(flags: str, steps: int, wrong: Wrong | None = None) -> Course:
 
     with trainer.loader, mock.patch.object(gradient_sync, "summed_again", counted):
         for number in range(1, steps + 1):
-            with going_wrong(trainer, wrong if wrong is not None and wrong.step == number else None):
+            with going_wrong(trainer, next((each for each in wrong if each.step == number), None)):
                 try:
                     metrics = trainer.step() if watch is None else watch.step()
                 except MegaliteError as raised:

@@ -15,17 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.extras.corruption.bit_hash import BitHash
-from megalite.extras.corruption.consequences import Consequences, Finding, named
+from megalite.extras.corruption.consequences import Finding, named
 from megalite.extras.corruption.replicas import differing, judge, number_of, parts, uncounted
-from megalite.extras.corruption.watch import last_checked
-from megalite.extras.monitors.summed_again import SummedAgain, summed_again
+from megalite.extras.corruption.summed_again import SummedAgain, summed_again
 from megalite.optim.buckets import Bucket
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import DENSE_AXES, ParallelMesh
-from megalite.process.host import host_name
-from megalite.run.copies import Copies
 from megalite.training.trainer import Trainer
-from megalite_kernels.implementation import on_gpu
 
 _WHY = "gradients differ from those of replicas"
 
@@ -33,39 +29,34 @@ _WHY = "gradients differ from those of replicas"
 class GradientSync:
     """Check of a trainer's gradients every few steps. All methods are called by all ranks together."""
 
-    def __init__(self, trainer: Trainer, copies: Copies | None = None) -> None:
-        """Have the optimizer call `check`. `copies`: copies in memory of the run, if it has some."""
-        config, mesh, optimizer = trainer.config.corruption, trainer.mesh, trainer.optimizer
-        assert config.check_gradient_sync_interval is not None
-        self._trainer, self._mesh, self._interval = trainer, mesh, config.check_gradient_sync_interval
-        self._deterministic = not on_gpu(mesh.device) or trainer.config.training.deterministic_mode
+    def __init__(self, trainer: Trainer, interval: int, hosts: Sequence[str], *, deterministic: bool) -> None:
+        """Have one bucket, in turn, be summed again. `hosts`: the node of each rank.
+
+        `deterministic`: ranks that compute the same gradient get the same bits.
+        """
+        mesh, optimizer = trainer.mesh, trainer.optimizer
+        self._trainer, self._mesh, self._interval, self._hosts = trainer, mesh, interval, hosts
+        self._deterministic = deterministic
         self._hash = BitHash(mesh.device)
-        self._consequences = Consequences(config, trainer.directory, mesh, copies)
-        self._hosts: list[str] = all_gather_json(host_name(), mesh)
-        self._agreed = last_checked(trainer.iteration, self._interval)
         own = [_identity(bucket) for bucket in optimizer.buckets]
         self._turns = sorted(set(itertools.chain(*all_gather_json(own, mesh))))
         """Buckets of all ranks, each once, although other ranks have other parts of it."""
         for bucket, identity in zip(optimizer.buckets, own, strict=True):
             for each in bucket.accumulators:
                 each.reduction = SummedAgain(each.reduction, mesh, partial(self._is_summed_again, identity))
-        optimizer.before_update = self.check
 
-    def check(self) -> None:
-        """Check the gradients of the step, if that is due, before they are applied.
+    def finding(self, agreed: int) -> Finding | None:
+        """Return what is wrong with the complete gradients of the step. None: nothing is, or no check is due.
 
-        Raises:
-            SilentCorruptionError: they are wrong. Weights and state are those of the step before.
+        `agreed`: the last step whose weights were found to be right. Gradients do not tell: they agree on ranks whose
+        weights have long been different.
         """
         number = self._trainer.iteration + 1
         if number % self._interval:
-            return
+            return None
         with uncounted(self._mesh):
             what, why, ranks = self._compared() or self._summed() or ("", "", ())
-        if what:
-            finding = Finding(f"before the update of step {number}, {what}", why, number, ranks, self._agreed)
-            raise self._consequences.end(finding, self._hosts)
-        self._agreed = number - 1
+        return Finding(f"before the update of step {number}, {what}", why, number, ranks, agreed) if what else None
 
     def _is_summed_again(self, identity: str) -> bool:
         """Tell at the start of a step whether it is the turn of a bucket."""

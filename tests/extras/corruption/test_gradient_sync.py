@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.extras.corruption.corruption_run import HASHES
+from tests.extras.corruption.gradient_run import SYNC, Wrong, train
 from tests.extras.corruption.test_hashes import EXPERTS, without_host
-from tests.extras.monitors.gradient_run import SYNC, Wrong, train
 from tests.harness.rank_pool import RankPools
 
 ZERO_1 = "--use-distributed-optimizer"
@@ -74,3 +75,20 @@ def test_a_wrong_sum_beyond_the_interval_is_not_looked_at(rank_pools: RankPools)
     """The check costs only every N-th step."""
     for course in rank_pools(2).run(train, f"{SYNC} 2", 3, Wrong("gather", 1, 3)):
         assert (course.error, len(course.bits)) == ("", 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "expected"),
+    [
+        (f"{SYNC} 3", [Wrong("gather", 1, 2)], "All steps so far may be wrong"),
+        (f"{SYNC} 3 {HASHES} 4", [], "Steps after 3 may be wrong"),
+    ],
+    ids=["alone", "with hashes"],
+)
+def test_right_sums_do_not_vouch_for_weights(
+    flags: str, first: list[Wrong], expected: str, rank_pools: RankPools
+) -> None:
+    """Weights differ after step 2, and the gradients of step 3 agree all the same."""
+    for course in rank_pools(2).run(train, flags, 6, *first, Wrong("gather", 1, 6)):
+        assert len(course.bits) == 5
+        assert expected in course.error
