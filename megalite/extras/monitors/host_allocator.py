@@ -21,23 +21,28 @@ class _Counts(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_size_t) for name in _NAMES)
 
 
-class HostMemory(NamedTuple):
-    """Bytes that the C library has allocated, as for tensors and arrays. Those of Python's small objects are not."""
+class Allocated(NamedTuple):
+    """Bytes of an allocator."""
 
     used: int
     free: int
-    """Kept by the library, for later."""
+    """Kept by it, for later."""
 
 
-def host_memory() -> HostMemory:
-    """Return the memory of this process. Raises ConfigurationError if its C library does not count it."""
+def allocated_on_host() -> Allocated:
+    """Return what the C library has allocated, as for tensors and arrays. Small objects of Python are not counted.
+
+    It walks through all that is free: a call may take a tenth of a second if that is in 100,000 pieces.
+
+    Raises ConfigurationError if this library does not count.
+    """
     try:
         count = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):
         raise ConfigurationError(f"{_NEEDS}: leave it out") from None
     count.restype = _Counts
     counts = count()
-    return HostMemory(counts.uordblks + counts.hblkhd, counts.fordblks)
+    return Allocated(counts.uordblks + counts.hblkhd, counts.fordblks)
 
 
 def resident_bytes() -> tuple[int, int]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 
 from megalite.extras.corruption.replicas import uncounted
-from megalite.extras.monitors.growth import Growth, Used, growth
-from megalite.extras.monitors.host_allocator import host_memory, resident_bytes
+from megalite.extras.monitors.growth import LOOK_INTERVAL, Growth, Used, growth, remember
+from megalite.extras.monitors.host_allocator import Allocated, allocated_on_host, resident_bytes
 from megalite.parallel import collectives
 from megalite.parallel.device import peak_memory_bytes
 from megalite.process.host import host_name
@@ -21,10 +21,10 @@ from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 from megalite_kernels.implementation import on_gpu
 
-INTERVAL = 10
+INTERVAL = 2 * LOOK_INTERVAL
 """Steps between those whose memory is gathered."""
-_REMEMBERED = 1000
-"""Steps whose memory is remembered, to tell since when it grows."""
+_REMEMBERED = 200
+"""Looks that are remembered, to tell since when memory grows."""
 _KINDS, _GROWTH, _BEYOND = "memory_bytes", "memory_growth_bytes", "memory_beyond_prediction_bytes"
 
 
@@ -41,13 +41,17 @@ class MemoryMonitor:
         self._growing: set[int] = set()
 
     def after_step(self, metrics: StepMetrics) -> Observation:
-        """Remember the memory in use, and gather that of all ranks if it is due. Called by all ranks together."""
+        """Look at the memory in use, and gather that of all ranks, if it is due. Called by all ranks together."""
         step, device = metrics.iteration, self._trainer.mesh.device
-        self._used.append((step, torch.cuda.memory_allocated(device) if on_gpu(device) else host_memory().used))
         shows = step % self._trainer.config.logging.log_interval == 0
+        if step % LOOK_INTERVAL and not shows:
+            return Observation()
+        allocated = _allocated(device)
+        if step % LOOK_INTERVAL == 0:
+            remember(self._used, (step, allocated.used))
         if step % INTERVAL and not shows:
             return Observation()
-        kinds, grows = self.kinds(), growth(list(self._used))
+        kinds, grows = self._kinds(allocated), growth(list(self._used))
         own = [*kinds.values(), self._beyond(), *((grows.per_step, grows.since, grows.total) if grows else (0, 0, 0))]
         numbers = torch.tensor([own], dtype=torch.float64, device=device)
         with uncounted(self._trainer.mesh):
@@ -66,27 +70,21 @@ class MemoryMonitor:
         self._growing = {rank for rank, each in enumerate(found) if each.since}
         return Observation(figures, [*([_line(figures, tuple(kinds))] if shows else []), *lines])
 
-    def kinds(self) -> Mapping[str, int]:
+    def _kinds(self, allocated: Allocated) -> Mapping[str, int]:
         """Return the bytes of this rank by kind, after a step."""
         kept, device = self._kept(), self._trainer.mesh.device
-        if not on_gpu(device):
-            host = host_memory()
-            return {**kept, "other": host.used - self._allocated - sum(kept.values()), "reserved_but_free": host.free}
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        free, size = torch.cuda.mem_get_info(device)
-        return {
-            **kept,
-            "other": allocated - sum(kept.values()),
-            "activations": torch.cuda.max_memory_allocated(device) - allocated,
-            "communication": size - free - reserved,
-            "reserved_but_free": reserved - allocated,
-        }
+        kinds = {**kept, "other": allocated.used - self._allocated - sum(kept.values())}
+        if on_gpu(device):
+            free, size = torch.cuda.mem_get_info(device)
+            kinds["activations"] = torch.cuda.max_memory_allocated(device) - allocated.used
+            kinds["communication"] = size - free - sum(allocated)
+        return {**kinds, "reserved_but_free": allocated.free}
 
     def _before(self) -> tuple[int, int]:
         if on_gpu(self._trainer.mesh.device):
             return 0, 0
         kept, (resident, shared) = sum(self._kept().values()), resident_bytes()
-        return host_memory().used - kept, resident - shared - kept
+        return allocated_on_host().used - kept, resident - shared - kept
 
     def _kept(self) -> dict[str, int]:
         return {kind: sum(sizes.values()) for kind, sizes in storages_by_kind(self._trainer.optimizer).items()}
@@ -103,6 +101,14 @@ class MemoryMonitor:
             f"since about step {found.since} by {in_words(found.total)}: something keeps memory of each step, as a "
             "list of losses without .item() does"
         )
+
+
+def _allocated(device: torch.device) -> Allocated:
+    """Return what the allocator of a device has given out, and keeps."""
+    if not on_gpu(device):
+        return allocated_on_host()
+    used = torch.cuda.memory_allocated(device)
+    return Allocated(used, torch.cuda.memory_reserved(device) - used)
 
 
 def _line(figures: Mapping[str, float], kinds: tuple[str, ...]) -> str:
