@@ -49,11 +49,15 @@ def _rewind_problems(config: TaskConfig) -> Iterator[str]:
     flag, checkpoint = "--spiky-loss-policy rewind", config.checkpoint
     if checkpoint.save is None:
         yield f"{flag} needs --save: it goes back to the newest checkpoint there"
+    elif checkpoint.save_interval is None:
+        yield f"{flag} needs --save-interval: without it, the first checkpoint to go back to is the last one"
     if not checkpoint.save_optim:
         yield f"{flag} needs the optimizer's state in the checkpoints: drop --no-save-optim"
     if config.recovery.warm_restart:
         yield f"{flag} and --warm-restart: copies in memory would be of the steps that it takes back; drop one of them"
     if config.corruption.finds_right_steps:
         yield f"{flag} and the search for silent corruption, which counts the steps since its last check: drop one"
+    if config.training.moe_record_routing is not None:
+        yield f"{flag} and --moe-record-routing, whose records are of the steps that it takes back: drop one of them"
     if config.parallel.data_parallel_shares is not None:
         yield f"{flag} and --data-parallel-shares: measured shares are of the steps that it takes back; drop one"

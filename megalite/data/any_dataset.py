@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalite.data.sample_source import OF_COLLATE, SampleSource, in_words, random_state_kept, seed_generators
-from megalite.data.sampler import Deal, equal_deal, sample_at
+from megalite.data.sampler import Deal, drawn, equal_deal
 from megalite.errors import DataError
 from megalite.process.signals import STOP_SIGNALS
 
@@ -74,7 +74,7 @@ class _Requests:
             indices = [] if self.source.is_stream else [self.source.index(sample) for sample in samples]
             turns = range(first + turn * size, first + end * size)
             if deal.left_out:
-                turns = range(sample_at(turns[0], deal.left_out), sample_at(turns[-1], deal.left_out) + 1)
+                turns = range(drawn(turns[0], deal.left_out, None), drawn(turns[-1], deal.left_out, None) + 1)
             yield _Request(samples, turns, indices)
 
     def __iter__(self) -> Iterator[_Request]:

@@ -7,7 +7,7 @@ out (`--spiky-loss-policy rewind`) are passed over as if they were not there, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,29 @@ def sample_at(position: int, left_out: Ranges) -> int:
             break
         position += last - first + 1
     return position
+
+
+def drawn(position: int, left_out: Ranges, samples: int | None) -> int:
+    """Return the number of the sample that a run draws with so many drawn before it.
+
+    `samples`: the number of all samples; None if they have no end. Where the samples end because some are left out, the
+    first ones come again, in place of those. A position beyond all samples has no sample, as without any left out.
+    """
+    rest = 0 if samples is None else samples - sum(last - first + 1 for first, last in left_out)
+    if samples is not None and 0 < rest <= position < samples:
+        position %= rest
+    return sample_at(position, left_out)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the numbers of these ranges as ascending ranges, as long as possible."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
 
 
 @dataclass(frozen=True)
@@ -106,11 +129,8 @@ class Deal:
         positions = [range(consumed_samples + n * size, consumed_samples + (n + 1) * size) for n in self.numbers]
         if not self.left_out:
             return positions
-        rest = None if data is None else len(data) - sum(last - first + 1 for first, last in self.left_out)
-        return [
-            tuple(sample_at(position if rest is None else position % rest, self.left_out) for position in part)
-            for part in positions
-        ]
+        end = None if data is None else len(data)
+        return [tuple(drawn(position, self.left_out, end) for position in part) for part in positions]
 
 
 def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> Deal:

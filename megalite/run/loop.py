@@ -98,8 +98,9 @@ class TrainingLoop:
         self.sampler: TextSampler | None = None
         self.monitors: Sequence[Monitor] = ()
         self._stack = ExitStack()
-        self.saved = trainer.iteration
-        """Last step that a checkpoint has, or is to have."""
+        self.saves = [trainer.iteration]
+        """Steps that checkpoints of this trajectory have, or are to have: where it began, and where it was saved."""
+        self._start_seconds = 0.0
         self.metrics: StepMetrics | None = None
         """Record of the last step."""
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
@@ -165,7 +166,7 @@ class TrainingLoop:
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
+            self._start_seconds = self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
@@ -201,7 +202,11 @@ class TrainingLoop:
         `decisions`: those that led there. They are of the step that is next, which they change.
         """
         trainer = self.trainer
-        self.saved = self._timed = trainer.iteration
+        self._timed = trainer.iteration
+        self.saves = [step for step in self.saves if step <= trainer.iteration]
+        del self.sections.spent[START, START]  # of loading, which is no start
+        if trainer.iteration == self.saves[0]:  # the record with the figures of the start is removed
+            self.metrics, self.sections.spent[START, START] = None, self._start_seconds
         self._writer.close()
         self._open_records()
         if self._ledger is not None and trainer.directory is not None:
@@ -339,7 +344,7 @@ class TrainingLoop:
             if self._ledger is not None:
                 self._ledger.publish()
             self.trainer.save(self.display, last=last)
-        self.saved = self.trainer.iteration
+        self.saves.append(self.trainer.iteration)
 
     def _continue_save(self, agreed: _Agreed) -> None:
         """Continue a save in the background, and take a copy in memory if one is due."""

@@ -76,7 +76,7 @@ class GPTTask(GPTNetworkTask):
     # ------------------------------------------------------------------------------------------------ the data
 
     def train_loader(self) -> _Loader:
-        return self._loader(self.data.train, replays=True)
+        return replace(self._loader(self.data.train, replays=True), length=len(self.data.train))
 
     def evaluation_loader(self, *, test: bool) -> _Loader:
         dataset = self.data.test if test else self.data.valid

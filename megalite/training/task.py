@@ -37,7 +37,7 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
     """Loader of this rank's micro-batches. Its threads or processes end with the context."""
 
     length: int | None
-    """Number of samples of an evaluation at most; None: it has as many as are asked for."""
+    """Number of samples; None: it has as many as are asked for."""
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""

@@ -56,6 +56,14 @@ def test_samples_left_out_are_passed_over(left_out: set[int], consumed: int, mic
     assert sample_at(consumed, ranges(left_out)) == [each for each in range(200) if each not in left_out][consumed]
 
 
+def test_a_run_beyond_all_samples_is_refused_whatever_is_left_out() -> None:
+    with MicroBatchLoader(FieldsDataset(mock(40), 49), micro_batch_size=2, vocab_size=50) as batches:
+        for left_out in ((), [(4, 7)], [(0, 39)]):
+            deal = replace(equal_deal(0, 1, 2), left_out=left_out)
+            with pytest.raises(DataError, match="the dataset is for a shorter run"):
+                batches.micro_batches(40, deal)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_samples_left_out_are_not_read_ahead(num_workers: int) -> None:
     """They may be left out after they were read ahead. A loader of 40 samples without 8 begins again at 32."""

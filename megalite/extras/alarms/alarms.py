@@ -61,6 +61,8 @@ class Alarms:
         self._losses, self._norms = History(window), History(window)
         self._found: list[_Found] = []
         self._refused_in_a_row = self._refused_last = 0
+        """Steps whose loss has jumped without one after them being trained on, and the last of them."""
+        self._ends = ""
         self._gone_back: list[tuple[int, Decision]] = []
         """The decisions to go back in this process, each with the step that it went back to."""
 
@@ -72,7 +74,11 @@ class Alarms:
             return result
         loss = self._loss(gradients)
         if not math.isfinite(loss) and config.on_not_finite == "end":
-            return StepResult(dict.fromkeys(result.gradient_norms, math.nan))
+            self._ends = (
+                f"the loss of step {before + 1} is {loss}, while its gradient is finite, and --on-not-finite end ends "
+                f"the run at the first such step{self._rows(gradients)}"
+            )
+            return replace(result, refused=True)
         if before in config.iterations_to_skip:
             why = f"step {before + 1} was not trained on: --iterations-to-skip has {before}"
             self._found.append(self._alarm("skip", gradients, why, trained=False))
@@ -87,18 +93,20 @@ class Alarms:
             why = self._exceeded("gradient norm", norm, LARGE_GRADIENT, self._norms)
             self._found.append(self._alarm("large gradient", gradients, why, trained=not refuses))
         if refuses:
-            follows = before + 1 <= self._refused_last + 1  # also the step that was gone back from, again
-            self._refused_in_a_row = self._refused_in_a_row + 1 if follows else 1
-            self._refused_last = before + 1
+            self._refused_in_a_row, self._refused_last = self._refused_in_a_row + 1, max(self._refused_last, before + 1)
             return replace(result, refused=True)
+        if before + 1 >= self._refused_last:  # the run has come on, also after going back
+            self._refused_in_a_row = 0
         self._losses, self._norms = self._losses.with_values([loss]), self._norms.with_values([norm])
         return result
 
     def after_step(self, loop: TrainingLoop, *, may_go_back: bool) -> bool:
         """Report on the step that has ended. Returns True if the run has gone back to an earlier one.
 
-        Raises MegaliteError if too many steps in a row were refused.
+        Raises MegaliteError if too many steps in a row were refused, or if a loss that is not finite is to end the run.
         """
+        if self._ends:
+            raise MegaliteError(self._ends)
         found, self._found = self._found, []
         spike = next((each for each in found if each.refused), None)
         if spike is not None and self._refused_in_a_row == MAX_CONSECUTIVE_SKIPS:
@@ -110,6 +118,8 @@ class Alarms:
             if self._goes_back(spike, loop):
                 return True
             loop.display.message("note: there is no checkpoint to go back to yet: the update is left out instead")
+        elif spike is not None and self._config.spiky_loss_policy == "rewind":
+            loop.display.message("note: the program makes each step (step()), so the update alone is left out")
         for each in found:
             loop.display.message(f"WARNING: {each.decision.why}")
         if found:
@@ -118,22 +128,26 @@ class Alarms:
 
     def saved(self) -> dict[str, Any]:
         """Return the section of a checkpoint's configuration that later judgements depend on."""
-        return {_HISTORY: {"losses": list(self._losses.values), "norms": list(self._norms.values)}}
+        refused = [self._refused_in_a_row, self._refused_last]
+        return {_HISTORY: {"losses": list(self._losses.values), "norms": list(self._norms.values), "refused": refused}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over that section from a checkpoint's configuration. Raises CheckpointError if it is damaged."""
         history, empty = saved.get(_HISTORY, {}), History(self._config.spiky_loss_window)
-        losses, norms = history.get("losses", []), history.get("norms", [])
-        if not (fits(losses, tuple[float, ...]) and fits(norms, tuple[float, ...])):
+        losses, norms, refused = history.get("losses", []), history.get("norms", []), history.get("refused", [0, 0])
+        if not (fits(losses, tuple[float, ...]) and fits(norms, tuple[float, ...]) and fits(refused, tuple[int, int])):
             raise CheckpointError(f"the checkpoint's {_HISTORY} has no numbers: resume from another one")
         self._losses, self._norms = empty.with_values(losses), empty.with_values(norms)
+        self._refused_in_a_row, self._refused_last = refused
 
     def _goes_back(self, spike: _Found, loop: TrainingLoop) -> bool:
         """Go back to the newest checkpoint, without the samples of the spike. Returns False if there is none."""
         trainer, number = self._trainer, self._trainer.iteration
-        left_out = go_back(trainer, loop.display, spike.samples, self._config.spiky_loss_left_out_steps)
+        refused = self._refused_in_a_row, self._refused_last
+        left_out = go_back(loop, spike.samples, self._config.spiky_loss_left_out_steps)
         if left_out is None:
             return False
+        self._refused_in_a_row, self._refused_last = refused  # the checkpoint has those from before
         why = f"{spike.decision.why}. The run has gone back from step {number} to {trainer.iteration}, without them"
         loop.display.message(f"WARNING: {why}")
         decision = replace(spike.decision, samples=left_out, why=why)

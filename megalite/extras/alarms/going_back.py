@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from itertools import chain
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates
-from megalite.data.sampler import Ranges, sample_at
+from megalite.data.sampler import Ranges, drawn, merged
+from megalite.parallel.collectives import on_any_rank
+from megalite.run.loop import TrainingLoop
 from megalite.storage import AnyPath
-from megalite.training.display import Display
 from megalite.training.ledger import ranges
 from megalite.training.resume import ResumePoint
-from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import SAVE, START
 
 
-def go_back(trainer: Trainer, display: Display, samples: Sequence[int], steps: int) -> Ranges | None:
-    """Load the newest whole checkpoint of the run's directory, and leave samples out from there on.
+def go_back(loop: TrainingLoop, samples: Sequence[int], steps: int) -> Ranges | None:
+    """Load the newest whole checkpoint that is of this run, and leave samples out from there on.
 
     Called by all ranks together.
 
     Args:
+        loop: the loop, which knows the checkpoints of its run: the directory may have those of one that was left.
         samples: the samples of the last step, which was not trained on.
         steps: number of steps of this size whose samples are left out: the last one, and those before it, as far as
             they came after the checkpoint.
@@ -29,11 +29,13 @@ def go_back(trainer: Trainer, display: Display, samples: Sequence[int], steps: i
     Returns:
         The samples that are left out now, or None if there is no checkpoint yet.
     """
+    trainer, display = loop.trainer, loop.display
     assert trainer.checkpoints is not None
     assert trainer.directory is not None
     with trainer.sections(SAVE):
         trainer.checkpoints.finish(display)  # the newest one may still be written
-    found: Candidates = checkpoint.find_candidates(trainer.directory, trainer.mesh)
+        on_any_rank([False], trainer.mesh)  # a barrier: rank 0 may have removed old ones until now
+    found = checkpoint.find_iterations(trainer.directory, loop.saves, trainer.mesh)
     if not found.paths:
         return None
     before, last = trainer.left_out, trainer.iterations
@@ -47,9 +49,9 @@ def go_back(trainer: Trainer, display: Display, samples: Sequence[int], steps: i
         path, _, damaged = checkpoint.newest_whole(found.paths, load)
     for note in checkpoint.fall_back_notes(found.paths[0], path, damaged):
         display.message(note)
-    start = max(trainer.consumed_samples, end - len(samples) * (steps - 1))
-    earlier = (sample_at(place, before) for place in range(start, end))
+    start, samples_in_all = max(trainer.consumed_samples, end - len(samples) * (steps - 1)), trainer.loader.length
+    earlier = (drawn(place, before, samples_in_all) for place in range(start, end))
     left_out = ranges(chain(samples, earlier))
-    trainer.left_out = ranges(number for low, high in (*before, *left_out) for number in range(low, high + 1))
+    trainer.left_out = merged((*before, *left_out))
     trainer.iterations, trainer.skips_in_a_row = last, 0
     return left_out

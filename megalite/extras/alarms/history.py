@@ -25,9 +25,12 @@ class History:
         return max(self.values)
 
     def is_exceeded(self, value: float, factor: float) -> bool:
-        """Tell whether a value is at least `factor` times the largest one before. One that is not finite never is."""
+        """Tell whether a value is at least `factor` times the largest one before, which is not 0.
+
+        One that is not finite never is.
+        """
         full = len(self.values) == self.window
-        return full and math.isfinite(value) and abs(value) >= factor * self.largest
+        return full and math.isfinite(value) and self.largest > 0 and abs(value) >= factor * self.largest
 
     def with_values(self, values: Iterable[float]) -> History:
         """Return the history after these values, without those that are not finite."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +48,7 @@ def highest_rows(trainer: Trainer, micro_batches: Sequence[Any], most: int) -> l
             if counts[term.name]:  # not a slot that is empty
                 own.append((list(samples), loss_terms.means(sums, counts)[term.name]))
     found = [row for rows in all_gather_json(own, mesh, "dp") for row in rows]
-    highest = sorted(found, key=lambda row: (-row[1], row[0]))[:most]
+    highest = sorted(found, key=lambda row: (math.isfinite(row[1]), -row[1], row[0]))[:most]
     return [Row(*row) for row in all_gather_json(highest, mesh)[0]]  # ranks may differ in the last digit
 
 

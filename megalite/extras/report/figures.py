@@ -16,10 +16,12 @@ from megalite.process.place import consecutive
 RECENT = 0.02
 """Share of the steps, the last ones, over which the loss now is a mean."""
 SKIPPED, NOT_FINITE, SAVED, RESTARTED, DECIDED = "skipped", "not finite", "saved", "restarted", "decided"
+LEFT_OUT = "left out"
 MARKS = {
     RESTARTED: "the run started again",
     SKIPPED: "a step was skipped",
     NOT_FINITE: "the loss was not finite",
+    LEFT_OUT: "the update was left out",
     DECIDED: "a decision of the ledger",
     SAVED: "time went into a save, or a copy in memory",
 }
@@ -101,7 +103,14 @@ def median(values: Sequence[float]) -> float | None:
 
 def marks(run: Recorded) -> list[Mark]:
     """Return what happened in a run, by step."""
-    found = [Mark(step, SKIPPED, "skipped: gradients not finite") for step, on in run.steps.pairs("skipped") if on]
+    norms = dict(run.steps.pairs("grad_norm"))
+    skipped = [step for step, on in run.steps.pairs("skipped") if on]
+    found = [
+        Mark(step, LEFT_OUT, "the update was left out")
+        if math.isfinite(norms.get(step, math.nan))
+        else Mark(step, SKIPPED, "skipped: gradients not finite")
+        for step in skipped
+    ]
     found += [
         Mark(step, NOT_FINITE, "loss not finite")
         for step, loss in run.steps.pairs(run.facts.loss)
@@ -140,6 +149,9 @@ def findings(run: Recorded) -> list[str]:
     skipped = [mark.step for mark in events if mark.kind == SKIPPED]
     if skipped:
         found.append(f"{counted(len(skipped), 'step')} skipped, as gradients were not finite: {ranges(skipped)}.")
+    left_out = [mark.step for mark in events if mark.kind == LEFT_OUT]
+    if left_out:
+        found.append(f"The update of {counted(len(left_out), 'step')} was left out, as told: {ranges(left_out)}.")
     found += _rising(run)
     found += _slowest(run)
     found += _waiting(run)

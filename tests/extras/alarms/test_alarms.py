@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, item, items, own_model, train
+from tests.end_to_end.runs import GPT2, MOCK, Run, words
+from tests.extras.alarms.alarm_run import ALARMS, BATCH, SPIKE, STEPS, Course, item, items, own_model, train, wrong_item
 from tests.harness.rank_pool import RankPools
 
 SPIKY = ((SPIKE - 1) * BATCH, SPIKE * BATCH - 1)
@@ -31,7 +32,9 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Return the steps that the records are of, in order; evaluations are left out."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["iteration"] for record in records if "grad_norm" in record]
 
 
 def assert_same(found: Course, expected: Course) -> None:
@@ -113,6 +116,34 @@ def test_several_spikes_are_all_left_out(tmp_path: Path) -> None:
     assert [line["samples"] for line in ledger(tmp_path / "run")] == [[[36, 39]], [[44, 47]], [[56, 59]]]
 
 
+def test_it_goes_back_to_a_checkpoint_of_its_own_run_alone(run: Run, tmp_path: Path) -> None:
+    """The directory has those of steps 15 and 20 of a run that was left at step 10."""
+    flags = [*MOCK, *GPT2, *words("--train-iters 20 --lr-decay-style constant --save-interval 5"), "--save", tmp_path]
+    run(*flags)
+    alarms = "--check-for-spiky-loss --spiky-loss-policy rewind --spiky-loss-factor 1.01 --spiky-loss-window 3"
+    again = run(*flags, "--load", tmp_path, "--ckpt-step", 10, *words(alarms))
+    assert "The run has gone back from step 15 to 10, without them" in again.stdout
+    assert steps_of(tmp_path) == list(range(1, 21))
+
+
+def test_old_checkpoints_may_be_removed_meanwhile(rank_pools: RankPools, tmp_path: Path) -> None:
+    """Rank 0 removes them in the background, and all ranks look at the directory."""
+    options = {"spiky_loss_policy": "rewind", "save_retain_interval": 6, "async_save": True, **ALARMS}
+    for course in rank_pools(2).run(train, LAYOUTS["dp2"], items(), tmp_path / "run", **options):
+        assert not course.error
+        assert course.skipped == [SPIKE]
+
+
+def test_starts_are_told_apart_from_going_back(tmp_path: Path) -> None:
+    """A run that goes back to where it was started again has started once more, and not twice."""
+    folder, options = tmp_path / "run", {"spiky_loss_policy": "rewind", **ALARMS}
+    train({}, items(()), folder, steps=9, **ALARMS)
+    train({}, items(), folder, **options)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["iteration"] for record in records if "start_time_s" in record] == [1, 10]
+    assert [record["iteration"] for record in records if "predicted_memory_bytes" in record] == [1, 10]
+
+
 def test_steps_before_a_spike_are_left_out_too(tmp_path: Path) -> None:
     """Two more are asked for, and one came after the checkpoint."""
     options = {"spiky_loss_policy": "rewind", "spiky_loss_left_out_steps": 3, **ALARMS}
@@ -185,6 +216,25 @@ def test_a_run_ends_when_every_step_is_a_spike(tmp_path: Path) -> None:
         found = train({}, items(wrong), tmp_path / policy, steps=30, spiky_loss_policy=policy, **ALARMS)
         assert "It is the 10th such step in a row" in found.error
         assert len(found.skipped) == 10
+
+
+def test_a_run_that_comes_on_does_not_end(tmp_path: Path) -> None:
+    """Every second batch is wrong, and a step with other samples follows each time."""
+    wrong = [batch * BATCH for batch in range(SPIKE - 1, SPIKE + 23, 2)]
+    data = [wrong_item(number) if number in wrong else item(number) for number in range(40 * BATCH)]
+    for policy in ("skip", "rewind"):
+        found = train(
+            {}, data, tmp_path / policy, steps=32 if policy == "skip" else 21, spiky_loss_policy=policy, **ALARMS
+        )
+        assert not found.error
+        assert len(found.skipped) > 10
+
+
+def test_a_run_that_is_started_again_ends_at_the_same_step(tmp_path: Path) -> None:
+    wrong, options = range(SPIKY[0], BATCH * (STEPS + 6)), {"spiky_loss_policy": "skip", **ALARMS}
+    assert not train({}, items(wrong), tmp_path / "run", steps=15, **options).error
+    again = train({}, items(wrong), tmp_path / "run", steps=30, **options)
+    assert again.error.startswith("the loss of step 20, ")
 
 
 def test_losses_of_rows_are_without_dropout(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch import nn
 import megalite
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.errors import CheckpointError, ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError, MegaliteError
 from megalite.extras.alarms import alarms
 from megalite.extras.alarms.history import History
 from megalite.training.left_out import left_out_of
@@ -33,6 +34,7 @@ def test_a_value_is_compared_with_the_largest_of_the_window() -> None:
     assert not history.is_exceeded(9.9, 2.0)
     assert not history.is_exceeded(math.inf, 2.0)
     assert history.with_values([1.0]).is_exceeded(4.0, 2.0)  # the 5 is out of the window
+    assert not History(1, (0.0,)).is_exceeded(0.0, 2.0)  # a loss that has come to 0, and stays there
     assert json.loads(json.dumps(history.values)) == list(history.values)
 
 
@@ -57,6 +59,33 @@ def test_a_loss_that_is_not_finite_may_end_the_run(ends: bool) -> None:
     assert ("--on-not-finite end ends the run" in found.error) is ends
 
 
+def test_samples_of_an_infinite_loss_are_named() -> None:
+    """The gradient is finite, so nothing of the device is suspected."""
+    points = [torch.full((4,), 3.0 if number == 9 else 1.0 + number % 2) for number in range(64)]
+
+    def loss(outputs: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return outputs.square().mean() + (torch.inf if batch.max() > 2.5 else 0.0)
+
+    with (
+        megalite.Trainer(
+            stages=[nn.Linear(4, 4)],
+            loss=loss,
+            dataset=points,
+            shuffle=False,
+            micro_batch_size=1,
+            global_batch_size=4,
+            optimizer=megalite.SGD(lr=0.01),
+            precision="fp64",
+            quiet=True,
+            watchdog=False,
+            on_not_finite="end",
+        ) as run,
+        pytest.raises(MegaliteError) as raised,
+    ):
+        run.train(6)
+    assert re.match(r"the loss of step 3 is inf, while .* its rows: sample 9 \(loss inf", str(raised.value))
+
+
 def test_a_gradient_that_is_not_finite_may_end_the_run() -> None:
     assert len(train({}, items(()), spoils=3).skipped) == 10
     found = train({}, items(()), spoils=3, on_not_finite="end")
@@ -65,7 +94,7 @@ def test_a_gradient_that_is_not_finite_may_end_the_run() -> None:
 
 
 SPIKY = "--check-for-spiky-loss"
-REWIND = f"{SPIKY} --spiky-loss-policy rewind --save run"
+REWIND = f"{SPIKY} --spiky-loss-policy rewind --save run --save-interval 2"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +106,7 @@ REWIND = f"{SPIKY} --spiky-loss-policy rewind --save run"
         (f"{SPIKY} --spiky-loss-factor 1", "--spiky-loss-factor 1.0: must be above 1"),
         (f"{SPIKY} --spiky-loss-left-out-steps 2", "needs --spiky-loss-policy rewind"),
         (f"{SPIKY} --spiky-loss-policy rewind", "--spiky-loss-policy rewind needs --save"),
+        (f"{SPIKY} --spiky-loss-policy rewind --save run", "--spiky-loss-policy rewind needs --save-interval"),
         (f"{REWIND} --no-save-optim", "needs the optimizer's state in the checkpoints"),
         (f"{REWIND} --warm-restart --resume auto", "and --warm-restart: copies in memory"),
         (f"{REWIND} --check-weight-hash-across-dp-replicas-interval 2", "and the search for silent corruption"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megalite.extras.report.figures import (
     DECIDED,
+    LEFT_OUT,
     NOT_FINITE,
     RESTARTED,
     SAVED,
@@ -91,22 +92,27 @@ def test_an_empty_run_has_no_facts(tmp_path: Path) -> None:
 
 def test_marks_of_all_kinds(tmp_path: Path) -> None:
     lines = [
-        step(1, start_time_s=9.0), step(2, skipped=True), step(3, lm_loss="NaN"), step(4, start_time_s=5.0),
-        step(5, save_time_s=0.25),
+        step(1, start_time_s=9.0), step(2, skipped=True, grad_norm="Infinity"), step(3, lm_loss="NaN"),
+        step(4, start_time_s=5.0), step(5, save_time_s=0.25), step(6, skipped=True),
     ]  # fmt: skip
     ledger = [{"step": 3, "kind": "late", "why": "rank 2"}]
     found = [(mark.step, mark.kind) for mark in marks(run_of(tmp_path, lines, ledger=ledger))]
-    assert sorted(found) == sorted([(2, SKIPPED), (3, NOT_FINITE), (3, DECIDED), (4, RESTARTED), (4, SAVED)])
+    assert sorted(found) == sorted(
+        [(2, SKIPPED), (3, NOT_FINITE), (3, DECIDED), (4, RESTARTED), (4, SAVED), (6, LEFT_OUT)]
+    )
 
 
 def test_findings_say_what_went_wrong(tmp_path: Path) -> None:
     slow = {"iteration_time_s/slowest_rank": 3.0, "iteration_time_s/slowest_rank_work": 3.0}
     slow |= {f"iteration_time_s/{name}": 0.5 for name in ("data", "forward_and_backward", "optimizer")}
-    lines = [step(number, **slow, skipped=number in (2, 3)) for number in range(1, 40)]
+    lines = [step(number, **slow, skipped=number == 7) for number in range(1, 40)]
+    for line in lines[1:3]:
+        line |= {"skipped": True, "grad_norm": "NaN"}
     lines += [validation(10, 3.0), validation(30, 3.5)]
     assert findings(run_of(tmp_path, lines, after=b"{")) == [
         f"{tmp_path / 'metrics.jsonl'} has 1 damaged line, left out here",
         "2 steps skipped, as gradients were not finite: 2 to 3.",
+        "The update of 1 step was left out, as told: 7.",
         "The validation loss is 3.5 now, and was best at step 10 with 3.",
         "Rank 3 was the slowest in 100 % of the measurements, with 100 % more work than the median rank.",
         "Steps took 67 % of the time (other 33 %).",

@@ -97,7 +97,7 @@ def test_values_of_any_size_are_drawn(value: object, tmp_path: Path) -> None:
 
 
 def test_every_number_of_the_page_is_in_its_json(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", [step(1), step(2, skipped=True, lm_loss="NaN"), validation(2, 3.5)])
+    write_run(tmp_path / "a", [step(1), step(2, skipped=True, lm_loss="NaN", grad_norm="NaN"), validation(2, 3.5)])
     output = run_tool("report", tmp_path / "a", "--json")
     found = json.loads(output.stdout)  # strict: no NaN
     (run,) = found["runs"]
