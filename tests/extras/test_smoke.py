@@ -128,7 +128,7 @@ def test_a_run_goes_back_from_a_spike(rank_pools: RankPools, tmp_path: Path) -> 
 
 
 def test_a_run_has_a_report(tmp_path: Path) -> None:
-    write_run(tmp_path, [step(1), step(2, skipped=True), validation(2, 3.5)])
+    write_run(tmp_path, [step(1), step(2, skipped=True, grad_norm="NaN"), validation(2, 3.5)])
     found = json.loads(run_tool("report", tmp_path, "--json").stdout)
     assert found["runs"][0]["facts"]["best_valid_loss"] == 3.5
     assert run_tool("report", tmp_path).code == 0
