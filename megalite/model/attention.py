@@ -12,7 +12,7 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.norm import LayerNorm
-from megalite.parallel.context import AXES, ParallelContext
+from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
@@ -111,13 +111,15 @@ class Attention(nn.Module):
         *,
         norm: Callable[..., LayerNorm] | None = None,
         layer: int = 0,
+        way: AttentionWay | None = None,
         recompute: bool = False,
     ) -> None:
         """Make the layer.
 
         Args:
             norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
-            layer: number of the layer in the network: of its place in the cache, its dropout and its `AttentionWay`.
+            layer: number among the network's attention layers: of its place in the cache and of its dropout.
+            way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
         """
         super().__init__()
@@ -150,7 +152,7 @@ class Attention(nn.Module):
         )
         self.core: Callable[..., Tensor] = local
         if context.mesh.size("cp") > 1:
-            self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
+            self.core = ContextParallelCore(local, context, way or AttentionWay())
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
         """Make the projections to queries, keys and values: one layer, whose tensors are `query` and `key_value`."""

@@ -14,7 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.block import Recompute
+from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.experts_oracle import Experts

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.model import LayerSpec, ModelConfig
+from megalite.config.layer_specs import LayerSpec
+from megalite.config.model import ModelConfig
 from megalite.inference.sampling import Sampling
 from tests.distributed.inference_run import cached, generated, order_of_work, scored, whole_weights
 from tests.distributed.layout_cell import LAYERS, SEQUENCE, VOCABULARIES, Cell, oracle
