@@ -67,7 +67,8 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
     """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
 
     Raises:
-        ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
+        ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
+            layers than there are windows: that of --num-layers.
     """
     specs = []
     for place, letter in enumerate(pattern, start=1):
@@ -82,6 +83,11 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
         specs.append(LETTERS[letter])
     if not specs:
         raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    if len(specs) != len(windows):
+        raise ConfigurationError(
+            f"{PATTERN_FLAG} {shown(pattern)} has {len(specs)} layers, but --num-layers is {len(windows)}: leave "
+            "--num-layers out"
+        )
     return tuple(
         spec if spec.mixer is None else replace(spec, keys_before=before)
         for spec, before in zip(specs, windows, strict=True)

@@ -19,14 +19,11 @@ from megalite.config.fields import (
 )
 from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
 from megalite.config.layer_specs import (
-    PATTERN_FLAG,
     LayerSpec,
-    count_of_pattern,
     numbers_in_names,
     specs_of_pattern,
 )
 from megalite.errors import ConfigurationError
-from megalite.small_files import shown
 
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
@@ -216,11 +213,6 @@ class ModelConfig:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         if (pattern := self.hybrid_layer_pattern) is not None:
-            if (count := count_of_pattern(pattern)) != self.num_layers:
-                raise ConfigurationError(
-                    f"{PATTERN_FLAG} {shown(pattern)} has {count} layers, but --num-layers is {self.num_layers}: leave "
-                    "--num-layers out"
-                )
             return specs_of_pattern(pattern, windows)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         return tuple(
