@@ -28,6 +28,8 @@ NOT_THE_FUNCTION = {
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
 }
 
+_OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
+
 
 def model_config(path: AnyPath, config: Mapping[str, Any], own: ModelConfig | None = None) -> ModelConfig:
     """Return the network's configuration from `config`, the saved configuration of the run, by section.
@@ -79,11 +81,18 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
     """Raise CheckpointError, listing each difference, if `saved`, the network of `what`, differs from `model`."""
     if saved == model:
         return
-    if (saved.hybrid_layer_pattern is None) != (model.hybrid_layer_pattern is None):  # as Megatron-LM pairs layers
-        saved, model = as_gpt(saved, in_any_order=True), as_gpt(model, in_any_order=True)
     theirs, ours = function_of(saved), function_of(model)
+    if (saved.hybrid_layer_pattern is None) != (model.hybrid_layer_pattern is None):  # as Megatron-LM pairs layers
+        theirs, ours = (function_of(as_gpt(network, in_any_order=True)) for network in (saved, model))
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:
+        if (saved.hybrid_layer_pattern, model.hybrid_layer_pattern) != (None, None):  # which says all of these
+            theirs, ours = (
+                {"hybrid_layer_pattern": pattern_of(network.layers)}
+                | {name: value for name, value in values.items() if name not in _OF_PATTERN}
+                for values, network in ((theirs, saved), (ours, model))
+            )
+            different = [name for name in ours if theirs[name] != ours[name]]
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])

@@ -301,18 +301,11 @@ def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _pattern_contradictions(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Refuse flags that say what a stage contains beside a pattern that does, and stages by costs of a pattern."""
+    """Refuse flags that say what a stage contains beside a pattern that does."""
     pattern = model.hybrid_layer_pattern
-    if pattern is None:
-        return
-    if stages_of_pattern(pattern) is not None:
+    if pattern is not None and NEXT_STAGE in pattern:
         for flag in given(parallel, f"{_NUMBERS_OF_STAGES} {_FIRST_AND_LAST} {_ACCOUNTS}"):
             yield f"{PATTERN_FLAG} {shown(pattern)} says by {NEXT_STAGE} what each stage contains: leave {flag} out"
-    elif is_automatic(parallel):
-        yield (
-            f"--pipeline-model-parallel-layout {AUTO} does not know the costs of {PATTERN_FLAG} {shown(pattern)}: "
-            f"write {NEXT_STAGE} into the pattern where the next stage begins"
-        )
 
 
 def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

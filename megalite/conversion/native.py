@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_ch
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megalite.config.layer_specs import NEXT_STAGE
-from megalite.config.model import as_gpt
+from megalite.config.model import as_gpt, without_stages
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
@@ -51,9 +50,7 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
-    model = as_gpt(model_config(reader.path, config))
-    if (pattern := model.hybrid_layer_pattern) is not None:  # the stages are those of the run, not of the network
-        model = replace(model, hybrid_layer_pattern=pattern.replace(NEXT_STAGE, ""))
+    model = without_stages(as_gpt(model_config(reader.path, config)))
     names = {name: name for name in reader.tensors if name.startswith(STATE)}
     if names:
         names = {name: name for name in names if name not in states_of_training(model)}
@@ -126,6 +123,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     Raises ConfigurationError if the model cannot be divided in this way.
     """
     check_divides(model, parallel)
+    model = without_stages(model)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
     size = parallel.ranks_needed
