@@ -91,6 +91,7 @@ def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
+        ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
         ("--", "--cp 2 --seq-length 8", "--context-parallel-size needs attention (*) in --hybrid-layer-pattern"),
     ],
 )
