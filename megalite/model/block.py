@@ -11,10 +11,9 @@ from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.layer_kinds import LAYER_KINDS, FeedForwardModule, MixerModule, make_norm
+from megalite.model.layer_kinds import LAYER_KINDS, FeedForwardModule, LayerKind, MixerModule, make_norm
 from megalite.model.mlp import MLP
 from megalite.model.norm import LayerNorm
 from megalite.model.recompute import Recompute
@@ -40,24 +39,25 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__()
         spec, (mixer, feed_forward) = config.layers[layer], config.numbers[layer]
-        sandwich = config.sandwich_norm
+        mixes = None if spec.mixer is None else LAYER_KINDS[spec.mixer]
+        feeds = None if spec.feed_forward is None else LAYER_KINDS[spec.feed_forward]
 
-        def norm(name: str, number: int, *, exists: bool) -> LayerNorm | None:
-            return make_norm(config)(context, f"layers.{number}.{name}", config.hidden_size) if exists else None
+        def norm(kind: LayerKind | None, number: int, *, of_output: bool = False) -> LayerNorm | None:
+            if kind is None or (of_output and not config.sandwich_norm):
+                return None
+            name = kind.output_norm if of_output else kind.norm
+            return make_norm(config)(context, f"layers.{number}.{name}", config.hidden_size)
 
-        def half(kind: Mixer | FeedForward | None) -> nn.Module | None:
-            return None if kind is None else LAYER_KINDS[kind].make(config, context, layer, recompute)
+        def half(kind: LayerKind | None) -> nn.Module | None:
+            return None if kind is None else kind.make(config, context, layer, recompute)
 
-        mixes, feeds = spec.mixer is not None, spec.feed_forward is not None
-        self.input_norm = norm("input_norm", mixer, exists=mixes)
-        self.attention = cast(MixerModule | None, half(spec.mixer))
-        self.mlp_norm = norm("mlp_norm", feed_forward, exists=feeds)
-        self.mlp = cast(FeedForwardModule | None, half(spec.feed_forward))
-        self.attention_output_norm = norm("attention_output_norm", mixer, exists=mixes and sandwich)
-        self.mlp_output_norm = norm("mlp_output_norm", feed_forward, exists=feeds and sandwich)
+        self.input_norm, self.attention = norm(mixes, mixer), cast(MixerModule | None, half(mixes))
+        self.mlp_norm, self.mlp = norm(feeds, feed_forward), cast(FeedForwardModule | None, half(feeds))
+        self.attention_output_norm = norm(mixes, mixer, of_output=True)
+        self.mlp_output_norm = norm(feeds, feed_forward, of_output=True)
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
-        self.attention_site = Site(mixer, "attention output")
-        self.mlp_site = Site(feed_forward, "mlp output")
+        self.attention_site = Site(mixer, "" if mixes is None else mixes.site)
+        self.mlp_site = Site(feed_forward, "" if feeds is None else feeds.site)
         self.in_parts: Callable[[Tensor, LayerContext, float], Tensor] | None = None
         """Runs the feed-forward layer, with its norms and its dropout, on parts of the sequence."""
         if recompute.mlp_parts > 1 and isinstance(self.mlp, MLP) and self.mlp_norm is not None:

@@ -49,11 +49,17 @@ class LayerKind(NamedTuple):
 
     Attributes:
         make: makes that of a layer, by the layer's place in the network.
+        norm: name of the norm before it. With the number of the layer in names, it is unique in the network.
+        output_norm: name of the norm after it, which networks with sandwich norms have.
+        site: site of the dropout of its output (`SITES` in `megalite/parallel/randomness.py`), as unique as the norm.
         loss_terms: declares the loss terms that layers of this kind return. A sum over the tokens of a layer's input
             has the axes `context.token_axes`.
     """
 
     make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]
+    norm: str
+    output_norm: str
+    site: str
     loss_terms: Callable[[ModelConfig, ParallelContext], tuple[LossTerm, ...]] = lambda config, context: ()
 
 
@@ -127,7 +133,7 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
 
 
 LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
-    "attention": LayerKind(make_attention),
-    "dense": LayerKind(make_mlp),
-    "moe": LayerKind(make_moe, _terms_of_routers),
+    "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
+    "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -83,7 +83,7 @@ class Routed(MLP):
 
 @contextmanager
 def layers_with_terms() -> Iterator[None]:
-    kind = layer_kinds.LayerKind(Routed, Routed.loss_terms)
+    kind = layer_kinds.LAYER_KINDS["dense"]._replace(make=Routed, loss_terms=Routed.loss_terms)
     with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(layer_kinds.LAYER_KINDS, {"dense": kind}):
         yield
 

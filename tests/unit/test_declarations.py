@@ -47,7 +47,7 @@ class Sending(MLP):
 
 @pytest.fixture(autouse=True)
 def sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = layer_kinds.LayerKind(Sending, Sending.loss_terms)
+    kind = layer_kinds.LAYER_KINDS["dense"]._replace(make=Sending, loss_terms=Sending.loss_terms)
     monkeypatch.setitem(layer_kinds.LAYER_KINDS, "dense", kind)  # type: ignore[arg-type]
 
 
