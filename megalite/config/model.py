@@ -32,7 +32,7 @@ class ModelConfig:
     """Options of the network. Names and defaults are Megatron-LM's, but negative flags there are positive here."""
 
     num_layers: Annotated[PositiveInt, at_most(MOST_LAYERS)]
-    """Transformer layers."""
+    """Transformer layers; left out with hybrid-layer-pattern, which has one letter for each."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: Annotated[PositiveInt, at_most(1_000_000)]
