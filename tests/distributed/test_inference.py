@@ -26,13 +26,14 @@ CELLS = (
     Cell("neox", key_values="mqa", vocabulary="empty"),
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
+    Cell("llama", pattern="-**-*"),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 
 
 def laid_out(layout: str) -> list[Cell]:
     tp, pp = LAYOUTS[layout]
-    return [Cell(c.family, c.key_values, tied=c.tied, vocabulary=c.vocabulary, tp=tp, etp=tp, pp=pp) for c in CELLS]
+    return [replace(cell, tp=tp, etp=tp, pp=pp) for cell in CELLS]
 
 
 @pytest.fixture(autouse=True)
