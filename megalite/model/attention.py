@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
+from megalite.model.cache import KeyValueCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
@@ -118,14 +119,14 @@ class Attention(nn.Module):
 
         Args:
             norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
-            layer: number among the network's attention layers: of its place in the cache and of its dropout.
+            layer: number among the network's attention layers: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
         """
         super().__init__()
         group = context.group("heads")
         self.head_dim, self.heads = sizes.width, sizes.heads // group.size
-        self.window, self.rotary_interleaved, self.layer = sizes.window, sizes.rotary_interleaved, layer
+        self.window, self.rotary_interleaved = sizes.window, sizes.rotary_interleaved
         self._make_projections(context, name, sizes)
         pattern, draw = "hidden heads width -> 1 hidden (heads width)", Normal(sizes.output_std)
         output = LogicalTensor(f"{name}.output", (sizes.hidden, sizes.heads, sizes.width), draw, True, pattern)
@@ -185,8 +186,8 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
         query, key, value = self._project(hidden, context)
-        if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
+        if (cache := context.cache) is not None:
+            key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
         return self.output(self.core(query, key, value, context.masks[self.window], context.layout, random))
 

@@ -15,7 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
 from megalite.model.layer_kinds import LAYER_KINDS, make_norm
@@ -167,7 +167,7 @@ class GPT(StageModule):
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
 
     def hidden_states(
-        self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
+        self, hidden: Tensor | None, micro_batch: MicroBatch, cache: StageCache | None = None
     ) -> tuple[Tensor, TermSums]:
         """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
         if (parts := len(micro_batch.layout.of_ranks)) != self.mesh.size("cp"):
@@ -184,7 +184,7 @@ class GPT(StageModule):
             raise ValueError("a stage without the embedding needs hidden states")
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
 
-    def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
+    def _context(self, micro_batch: MicroBatch, cache: StageCache | None) -> LayerContext:
         """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
         if self.config.rotary:

@@ -20,7 +20,7 @@ from megalite.conversion.family import choose
 from megalite.conversion.megatron_arguments import arguments_of
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
 from megalite.parallel.initialization import set_initial_values
@@ -175,7 +175,7 @@ def test_generation_caches_each_attention() -> None:
     for parameter in unique_parameters(network.stage):
         set_initial_values(parameter, seed=1)
     tokens = torch.arange(6)[None] * 5 % 30
-    cache = KeyValueCache(8)
+    cache = StageCache(8)
     found = [network.run(tokens[:, [at]], torch.tensor([[at]]), cache) for at in range(6)]
     assert network.stage.head is not None
     one_by_one = torch.cat([network.stage.head(hidden) for hidden in found]).transpose(0, 1)
