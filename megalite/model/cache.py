@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LayerCache(Protocol):
-    """What one mixer keeps of a batch of sequences. Each kind of mixer has a class of its own."""
+    """Store of what one mixer keeps of a batch of sequences. Each kind of mixer has a class of its own."""
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these sequences of the batch."""
