@@ -32,7 +32,7 @@ class ModelConfig:
     """Options of the network. Names and defaults are Megatron-LM's, but negative flags there are positive here."""
 
     num_layers: Annotated[PositiveInt, at_most(MOST_LAYERS)]
-    """Transformer layers; left out with hybrid-layer-pattern, which has one letter for each."""
+    """Transformer layers."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: Annotated[PositiveInt, at_most(1_000_000)]
@@ -186,8 +186,8 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters: * attention, - dense feed-forward, E experts, each with its norm and residual; | begins the
-    next pipeline stage. Unset: every layer is attention and a feed-forward layer."""
+    """Layers as letters, without num-layers: * attention, - dense feed-forward, E experts, each with its norm and its
+    residual; | begins the next pipeline stage. Unset: every layer is attention and a feed-forward layer."""
 
     @property
     def rotary(self) -> bool:
