@@ -15,6 +15,7 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
+from megalite.config.layer_specs import count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -83,6 +84,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     # Flags override YAML, wherever --config stands; a shorthand such as --recompute-activations decides in any order.
     for name, value in (fields | shorthands).items():
         sections[fields_by_name()[name].section][name] = value
+    if (pattern := sections["model"].get("hybrid_layer_pattern")) is not None:
+        sections["model"].setdefault("num_layers", max(count_of_pattern(pattern), 1))
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
     takes_saved = loading.loads_huggingface or loading.use_checkpoint_args or loading.use_checkpoint_opt_param_scheduler
