@@ -82,8 +82,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
     if saved == model:
         return
     theirs, ours = function_of(saved), function_of(model)
-    if (saved.hybrid_layer_pattern is None) != (model.hybrid_layer_pattern is None):  # as Megatron-LM pairs layers
-        theirs, ours = (function_of(as_gpt(network, in_any_order=True)) for network in (saved, model))
+    if as_gpt(saved).hybrid_layer_pattern is None:  # a GPT's goes on in any order, as Megatron-LM pairs layers
+        ours = function_of(as_gpt(model, in_any_order=True))
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:
         if (saved.hybrid_layer_pattern, model.hybrid_layer_pattern) != (None, None):  # which says all of these
@@ -111,7 +111,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     if model.hybrid_layer_pattern is not None:
         values["hybrid_layer_pattern"] = pattern_of(model.layers)
-    windows = [layer.keys_before for layer in model.layers if layer.mixer is not None]
+    windows = [layer.keys_before for layer in model.layers if layer.mixer == "attention"]
     values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
         values["window_rotary_base"] = None

@@ -7,6 +7,7 @@ of a GPT is both. To add a letter, give it a `LayerSpec` in `LETTERS`, its costs
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -55,7 +56,6 @@ _LATER = {
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
 }
-_OF_KINDS = {kind: letter for letter, spec in LETTERS.items() for kind in spec.kinds}
 
 
 def count_of_pattern(pattern: str) -> int:
@@ -89,7 +89,7 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
             "--num-layers out"
         )
     return tuple(
-        spec if spec.mixer is None else replace(spec, keys_before=before)
+        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
         for spec, before in zip(specs, windows, strict=True)
     )
 
@@ -103,20 +103,25 @@ def stages_of_pattern(pattern: str | None) -> list[int] | None:
 
 def pattern_of(layers: Sequence[LayerSpec]) -> str:
     """Return the letters of layers, those of both halves of a block of a GPT in order."""
-    return "".join(_OF_KINDS[kind] for layer in layers for kind in layer.kinds)
+    of_kinds = {kind: letter for letter, spec in LETTERS.items() for kind in spec.kinds}
+    return "".join(of_kinds[kind] for layer in layers for kind in layer.kinds)
 
 
-def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int, int], ...]:
+def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int | None], ...]:
     """Return, for each layer, the numbers of its mixer and of its feed-forward layer in the names of their weights.
+
+    None is the number of a half that it lacks.
 
     Mixers of one kind are counted among themselves, and so are all feed-forward layers, whatever stands between. So the
     n-th attention and the n-th feed-forward layer have the names, the initial values and the dropout of block n of a
     GPT, whose checkpoint has a place for each of them.
     """
-    counts: dict[str | None, int] = {}
-    numbers = []
-    for layer in layers:
-        halves = layer.mixer, None if layer.feed_forward is None else "feed-forward"
-        numbers.append((counts.get(halves[0], 0), counts.get(halves[1], 0)))
-        counts |= {half: counts.get(half, 0) + 1 for half in halves if half is not None}
-    return tuple(numbers)
+    counts: Counter[str] = Counter()
+
+    def number(half: str | None) -> int | None:
+        if half is None:
+            return None
+        counts[half] += 1
+        return counts[half] - 1
+
+    return tuple((number(layer.mixer), number(layer.feed_forward and "feed-forward")) for layer in layers)

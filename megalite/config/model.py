@@ -217,7 +217,7 @@ class ModelConfig:
         )
 
     @functools.cached_property
-    def numbers(self) -> tuple[tuple[int, int], ...]:
+    def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
         """Numbers of each layer's mixer and feed-forward layer in the names of their weights; in a GPT, the layer's."""
         return numbers_in_names(self.layers)
 
@@ -287,6 +287,8 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
     `in_any_order`: also return the GPT with as many of each, whose weights have the names of this network's.
     """
     mixers = [layer for layer in model.layers if layer.mixer is not None]
+    if any(layer.mixer != "attention" for layer in mixers):
+        return model
     feed_forwards = [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]
     in_turn = [layer.mixer is not None for layer in model.layers] == [True, False] * len(mixers)
     if model.hybrid_layer_pattern is None or len(mixers) != len(feed_forwards) or not (in_turn or in_any_order):

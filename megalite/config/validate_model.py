@@ -63,6 +63,12 @@ def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
         yield f"{what} says which layers have experts (E): leave --moe-layer-freq out"
     if model.use_parallel_residual:
         yield f"{what} has one half of a block in each layer: --use-parallel-residual needs both in one, leave it out"
+    frequency = model.window_attn_skip_freq
+    if model.window_size is not None and (frequency is None or frequency.strip().isdigit()):
+        yield (
+            f"{what} and --window-size: give --window-attn-skip-freq as a list with an entry for each letter, 1 for "
+            "attention in the window, because a number counts all letters"
+        )
     if EXPERTS_LETTER in pattern and model.num_experts is None:
         yield f"{what} has layers with experts ({EXPERTS_LETTER}): give --num-experts, or write - for a dense layer"
     if EXPERTS_LETTER not in pattern and model.num_experts is not None:

@@ -42,11 +42,14 @@ class Block(nn.Module):
         mixes = None if spec.mixer is None else LAYER_KINDS[spec.mixer]
         feeds = None if spec.feed_forward is None else LAYER_KINDS[spec.feed_forward]
 
-        def norm(kind: LayerKind | None, number: int, *, of_output: bool = False) -> LayerNorm | None:
+        def norm(kind: LayerKind | None, number: int | None, *, of_output: bool = False) -> LayerNorm | None:
             if kind is None or (of_output and not config.sandwich_norm):
                 return None
             name = kind.output_norm if of_output else kind.norm
             return make_norm(config)(context, f"layers.{number}.{name}", config.hidden_size)
+
+        def site(kind: LayerKind | None, number: int | None) -> Site | None:
+            return None if kind is None or number is None else Site(number, kind.site)
 
         def half(kind: LayerKind | None) -> nn.Module | None:
             return None if kind is None else kind.make(config, context, layer, recompute)
@@ -56,8 +59,8 @@ class Block(nn.Module):
         self.attention_output_norm = norm(mixes, mixer, of_output=True)
         self.mlp_output_norm = norm(feeds, feed_forward, of_output=True)
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
-        self.attention_site = Site(mixer, "" if mixes is None else mixes.site)
-        self.mlp_site = Site(feed_forward, "" if feeds is None else feeds.site)
+        self.attention_site = cast(Site, site(mixes, mixer))
+        self.mlp_site = cast(Site, site(feeds, feed_forward))
         self.in_parts: Callable[[Tensor, LayerContext, float], Tensor] | None = None
         """Runs the feed-forward layer, with its norms and its dropout, on parts of the sequence."""
         if recompute.mlp_parts > 1 and isinstance(self.mlp, MLP) and self.mlp_norm is not None:

@@ -87,7 +87,7 @@ class GPT(StageModule):
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.mixer is not None))
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.mixer == "attention"))
         self.head = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied

@@ -72,6 +72,7 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
     """Make the attention of a layer from the network's configuration."""
     number, _ = config.numbers[layer]
+    assert number is not None
     scalar = config.query_pre_attn_scalar
     sizes = AttentionSizes(
         hidden=config.hidden_size,

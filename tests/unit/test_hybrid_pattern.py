@@ -9,7 +9,7 @@ import torch
 
 from megalite.checkpoint.compatibility import check_same_function, function_of
 from megalite.config import ModelConfig
-from megalite.config.layer_specs import LETTERS, numbers_in_names, pattern_of
+from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
 from megalite.config.model import as_gpt
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import stage_layers
@@ -87,6 +87,8 @@ def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]
         ("*E", "--num-experts 2 --moe-layer-freq 1", "says which layers have experts (E): leave --moe-layer-freq out"),
         ("*-", "--use-parallel-residual", "has one half of a block in each layer: --use-parallel-residual needs both"),
         ("*-|*|-", "--pp 2", "3 stages of --hybrid-layer-pattern '*-|*|-' cannot be divided evenly among 2 ranks"),
+        ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
+        ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
         ("*-*", "--pp 2", "--num-layers 3 cannot be divided evenly among 2 stages"),
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
@@ -106,11 +108,7 @@ def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) 
 def test_halves_have_the_names_of_a_gpts_blocks() -> None:
     """Megatron-LM's rule: the n-th attention is that of block n, and so is the n-th feed-forward layer."""
     layers = [LETTERS[letter] for letter in "**--E*"]
-    numbers = [
-        number if layer.mixer else other
-        for layer, (number, other) in zip(layers, numbers_in_names(layers), strict=True)
-    ]
-    assert numbers == [0, 1, 0, 1, 2, 2]
+    assert numbers_in_names(layers) == ((0, None), (1, None), (None, 0), (None, 1), (None, 2), (2, None))
     assert numbers_in_names(PLAIN.layers) == ((0, 0), (1, 1))
 
 
@@ -145,14 +143,28 @@ def test_a_pattern_of_blocks_is_a_gpt() -> None:
 def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
     for letters in ("*-*-", "*|-*|-", "**--", "-*-*"):
         check_same_function("it", PLAIN, pattern(letters))
+    for letters in ("*-*-", "*|-*|-"):
         check_same_function("it", pattern(letters), PLAIN)
+        check_same_function("it", pattern(letters), pattern("**--"))  # it is that of a GPT
+    for letters in ("**--", "-*-*"):
+        with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+            check_same_function("it", pattern(letters), PLAIN)
     check_same_function("it", pattern("*|*--"), pattern("**-|-"))
-    for one, other in (("**--", "-*-*"), ("*-*-", "**--"), ("*-", "*-*")):
+    for one, other in (("**--", "-*-*"), ("**--", "*-*-"), ("*-", "*-*")):
         with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
             check_same_function("it", pattern(one), pattern(other))
     for letters in ("*-*", "*--", "*-*-*-"):
         with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern: \*-\*- in the checkpoint"):
             check_same_function("it", PLAIN, pattern(letters))
+
+
+def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LETTERS, "M", LayerSpec("another", None))  # type: ignore[arg-type, index]
+    other = pattern("M-M-", window_size="3,0", window_attn_skip_freq="[1,1,1,1]")
+    assert as_gpt(other) == as_gpt(other, in_any_order=True) == other
+    assert [layer.keys_before for layer in other.layers] == [None] * 4
+    with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+        check_same_function("it", PLAIN, pattern("M-M-"))
 
 
 def test_other_formats_have_no_other_patterns() -> None:
