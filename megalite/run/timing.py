@@ -16,6 +16,11 @@ from megalite.watchdog.sections import OF_A_STEP, WAITING, waiting_on
 from megalite_kernels.implementation import on_gpu
 
 
+def key_of(section: str) -> str:
+    """Return the key of a section's seconds in records."""
+    return f"iteration_time_s/{section.replace(' ', '_')}"
+
+
 @dataclass(frozen=True)
 class Timing:
     """Host seconds per step in each section, by rank. A rank that others wait for spends more time on its own work."""
@@ -32,7 +37,7 @@ class Timing:
 
     def figures(self) -> dict[str, float]:
         """Return metrics: medians over ranks, the slowest rank with its time of work, the fullest, waits by axis."""
-        figures = {f"iteration_time_s/{name.replace(' ', '_')}": median for name, median in self._medians().items()}
+        figures = {key_of(name): median for name, median in self._medians().items()}
         slowest = self._slowest()
         figures["iteration_time_s/slowest_rank"] = float(slowest)
         figures["iteration_time_s/slowest_rank_work"] = self._work(slowest)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from megalite.extras.monitors.planned import Planned
 from megalite.process.output import in_words
 from megalite.run.monitor import Observation
+from megalite.run.timing import key_of
 from megalite.training.metrics import StepMetrics
 from megalite.watchdog.sections import OF_A_STEP, WAITING
 
@@ -28,7 +29,7 @@ class PerformanceMonitor:
 
 def performance_lines(figures: Mapping[str, float], planned: Planned | None = None) -> Iterator[str]:
     """Yield lines for the screen: the shares of a step, the bytes that rank 0 sends, what costs the most, the plan."""
-    sections = {name: figures.get(_key(name), 0.0) for name in OF_A_STEP}
+    sections = {name: figures.get(key_of(name), 0.0) for name in OF_A_STEP}
     if not (step := sum(sections.values())):
         return
     several = any(key.startswith("wait_s/") for key in figures)
@@ -64,7 +65,7 @@ def _finding(
     if (communication := figures.get("communication_share")) is not None:
         most = max(waits, key=waits.__getitem__)
         costs[f"communication that nothing hides, most of it along {most}"] = communication
-        slowest, work = figures[_key("slowest_rank")], figures[_key("slowest_rank_work")]
+        slowest, work = figures[key_of("slowest_rank")], figures[key_of("slowest_rank_work")]
         unequal = 1.0 - figures["scaling_efficiency"] - communication
         costs[f"unequal work: rank {slowest:.0f} works {work / step:.0%} of a step, and others wait for it"] = unequal
     cost, share = max(costs.items(), key=lambda each: each[1])
@@ -74,8 +75,3 @@ def _finding(
 
 def _axes(figures: Mapping[str, float], kind: str) -> list[str]:
     return [axis for key in figures for name, _, axis in [key.partition("/")] if name == kind and "/" not in axis]
-
-
-def _key(name: str) -> str:
-    """Return the key of a section's seconds in records."""
-    return f"iteration_time_s/{name.replace(' ', '_')}"
