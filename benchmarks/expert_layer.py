@@ -28,7 +28,7 @@ from benchmarks.errors import largest, relative
 from benchmarks.results import RESULTS, write_results
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.block import make_moe
+from megalite.model.layer_kinds import make_moe
 from megalite.model.moe import MoE
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize

@@ -14,7 +14,7 @@ from benchmarks.errors import largest, relative
 from benchmarks.gpu_training import train
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.block import make_moe
+from megalite.model.layer_kinds import make_moe
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.deep_ep import why_unavailable
 from megalite.parallel.initialization import initialize

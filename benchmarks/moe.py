@@ -23,7 +23,7 @@ from benchmarks.cpu_step import Step, measure, quartiles, ratios
 from benchmarks.results import write_results
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.block import make_mlp, make_moe
+from megalite.model.layer_kinds import make_mlp, make_moe
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh

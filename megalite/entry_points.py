@@ -7,7 +7,10 @@ from typing import Any
 
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
+    "alarms": "megalite.extras.alarms.alarms:Alarms",
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
+    "monitors": "megalite.extras.monitors.from_flags:monitors",
+    "largest_tensors": "megalite.extras.monitors.largest:largest_tensors",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
     "survivors": "megalite.extras.recovery.survivors:Survivors",
     "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",
@@ -23,6 +26,7 @@ _ENTRY_POINTS = {
     "require_libraries": "megalite.extras.sinks.libraries:require_libraries",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
     "report_at_end": "megalite.extras.report.at_end:report_at_end",
+    "text_sampler": "megalite.extras.post_training.text_sampler:TextSampler",
     "replan": "megalite.extras.planner.replan:replan",
 }
 

@@ -55,20 +55,31 @@ class Network:
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
+    pattern: str | None = None  # a letter a layer; `expert_layers` then counts those that are not attention
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """Numbers of attention layers and of feed-forward layers."""
+        if self.pattern is None:
+            return self.layers, self.layers
+        return self.pattern.count("*"), len(self.pattern) - self.pattern.count("*")
 
     def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
-        small = self.std / math.sqrt(2 * self.layers)
+        small = self.std / math.sqrt(sum(self.halves))
         found = {"embedding.word": ((self.vocabulary, self.hidden), self.std)}
         if self.positions:
             found["embedding.position"] = ((self.positions, self.hidden), self.std)
         if not self.tied:
             found["output"] = ((self.vocabulary, self.hidden), self.std)
-        for layer in range(self.layers):
-            attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
+        attentions, feed_forwards = self.halves
+        for layer in range(attentions):
+            attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
+        for layer in range(feed_forwards):
+            mlp = f"layers.{layer}.mlp."
             if layer not in self.expert_layers:
                 found |= self._feed_forward(mlp, (), self.ffn)
                 continue
@@ -83,7 +94,7 @@ class Network:
 
     def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
         inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
-        small = self.std / math.sqrt(2 * self.layers)
+        small = self.std / math.sqrt(sum(self.halves))
         return {
             name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
             name + "down": ((*several, self.hidden, ffn), small),
@@ -102,20 +113,26 @@ class Network:
         """Shapes and values of the vectors."""
         found: dict[str, tuple[tuple[int, ...], float]] = {}
         norms = {"final_norm": self.hidden}
-        for layer in range(self.layers):
+        attentions, feed_forwards = self.halves
+        for layer in range(attentions):
             name = f"layers.{layer}."
-            norms |= {name + "input_norm": self.hidden, name + "mlp_norm": self.hidden}
+            norms[name + "input_norm"] = self.hidden
             if self.sandwich:
-                norms |= {name + "attention_output_norm": self.hidden, name + "mlp_output_norm": self.hidden}
+                norms[name + "attention_output_norm"] = self.hidden
             if self.query_key_norm:
                 norms |= {name + "attention.query_norm": self.head_dim, name + "attention.key_norm": self.head_dim}
             if self.biases:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
-                if layer not in self.expert_layers:
-                    found |= self._feed_forward_biases(name + "mlp.", (), self.ffn)
-                    continue
+        for layer in range(feed_forwards):
+            name = f"layers.{layer}."
+            norms[name + "mlp_norm"] = self.hidden
+            if self.sandwich:
+                norms[name + "mlp_output_norm"] = self.hidden
+            if self.biases and layer not in self.expert_layers:
+                found |= self._feed_forward_biases(name + "mlp.", (), self.ffn)
+            elif self.biases:
                 found |= self._feed_forward_biases(name + "moe.", (self.experts,), self.expert_ffn)
                 if self.shared_ffn:
                     found |= self._feed_forward_biases(name + "moe.shared.", (), self.shared_ffn)

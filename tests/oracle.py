@@ -34,6 +34,9 @@ from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
 
 Weights = Mapping[str, Tensor]
+Halves = tuple[
+    int | None, int | None
+]  # numbers in the names of a layer's attention and feed-forward; None: it has none
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Oracle:
     yarn_mscales: tuple[float, float] = (1.0, 0.0)
     yarn_attention_factor: float | None = None
     experts: Experts | None = None  # of the layers with a router
+    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward; None: both halves in each
 
     def logits(
         self,
@@ -104,12 +108,12 @@ class Oracle:
             hidden = hidden + weights["embedding.position"][positions]
         hidden = dropout.embedding(hidden)
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-        for layer, window in zip(range(layers), self.windows or [None] * layers, strict=True):
+        halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
+        for layer, window in zip(halves, self.windows or [None] * len(halves), strict=True):
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
             near = visible if window is None else visible & (apart < window)
-            model = (
-                self if window is None or self.window_rotary_base is None else self.in_windows(self.window_rotary_base)
-            )
+            base = self.window_rotary_base
+            model = self if window is None or base is None else self.in_windows(base)
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
@@ -122,7 +126,7 @@ class Oracle:
     def block(
         self,
         weights: Weights,
-        number: int,
+        halves: Halves,
         hidden: Tensor,
         positions: Tensor,
         visible: Tensor,
@@ -130,23 +134,25 @@ class Oracle:
         routing: Routing | None = None,
     ) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
-        layer = f"layers.{number}."
-        normed = self.norm(weights, layer + "input_norm", hidden)
-        dropped = functools.partial(dropout.probabilities, number)
-        attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
-        sandwich = layer + "attention_output_norm.weight" in weights
-        if sandwich:
-            attended = self.norm(weights, layer + "attention_output_norm", attended)
-        attended = dropout.attended(number, attended)
-        read = hidden if self.parallel_residual else hidden + attended
-        normed = self.norm(weights, layer + "mlp_norm", read)
-        if layer + "moe.router" in weights:
-            transformed = self.moe(weights, layer + "moe.", normed, routing or Routing())
-        else:
-            transformed = self.mlp(weights, layer + "mlp.", normed)
-        if sandwich:
-            transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
-        return hidden + attended + dropout.transformed(number, transformed)
+        read = hidden
+        if (number := halves[0]) is not None:
+            layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
+            normed = self.norm(weights, layer + "input_norm", hidden)
+            attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
+            if layer + "attention_output_norm.weight" in weights:
+                attended = self.norm(weights, layer + "attention_output_norm", attended)
+            hidden = hidden + dropout.attended(number, attended)
+        if (number := halves[1]) is not None:
+            layer = f"layers.{number}."
+            normed = self.norm(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
+            if layer + "moe.router" in weights:
+                transformed = self.moe(weights, layer + "moe.", normed, routing or Routing())
+            else:
+                transformed = self.mlp(weights, layer + "mlp.", normed)
+            if layer + "mlp_output_norm.weight" in weights:
+                transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
+            hidden = hidden + dropout.transformed(number, transformed)
+        return hidden
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -260,6 +266,12 @@ ACTIVATIONS = {
     "swiglu": F.silu,
 }
 ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
+
+
+def halves_of(pattern: str) -> list[Halves]:
+    """The halves of layers of one letter: attention (*) has numbers of its own, and the rest together."""
+    counts = [pattern[:place].count("*") for place in range(len(pattern))]
+    return [(n, None) if pattern[place] == "*" else (None, place - n) for place, n in enumerate(counts)]
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

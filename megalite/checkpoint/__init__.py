@@ -23,6 +23,7 @@ from megalite.checkpoint.selection import (
     fall_back_notes,
     find_candidates,
     find_iteration,
+    find_iterations,
     newest_whole,
     remove_old,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "fall_back_notes",
     "find_candidates",
     "find_iteration",
+    "find_iterations",
     "iteration_of",
     "latest",
     "load",

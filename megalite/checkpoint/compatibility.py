@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.config.model import ModelConfig
+from megalite.config.layer_specs import pattern_of
+from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
 from megalite.config.validate_model import model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
@@ -26,6 +27,8 @@ NOT_THE_FUNCTION = {
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
 }
+
+_OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
 def model_config(path: AnyPath, config: Mapping[str, Any], own: ModelConfig | None = None) -> ModelConfig:
@@ -79,8 +82,17 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
     if saved == model:
         return
     theirs, ours = function_of(saved), function_of(model)
+    if as_gpt(saved).hybrid_layer_pattern is None:  # a GPT's goes on in any order, as Megatron-LM pairs layers
+        ours = function_of(as_gpt(model, in_any_order=True))
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:
+        if (saved.hybrid_layer_pattern, model.hybrid_layer_pattern) != (None, None):  # which says all of these
+            theirs, ours = (
+                {"hybrid_layer_pattern": pattern_of(network.layers)}
+                | {name: value for name, value in values.items() if name not in _OF_PATTERN}
+                for values, network in ((theirs, saved), (ours, model))
+            )
+            different = [name for name in ours if theirs[name] != ours[name]]
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
@@ -90,13 +102,17 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
 def function_of(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that decide which function the network computes, by name, with defaults filled in.
 
-    Fields without an effect on this network are set to None or left out.
+    Fields without an effect on this network are set to None or left out. A pattern that is a GPT counts as this.
     """
+    model = as_gpt(model)
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    values["window_size"] = None if model.window_size is None else [layer.keys_before for layer in model.layers]
+    if model.hybrid_layer_pattern is not None:
+        values["hybrid_layer_pattern"] = pattern_of(model.layers)
+    windows = [layer.keys_before for layer in model.layers if layer.mixer == "attention"]
+    values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
         values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]

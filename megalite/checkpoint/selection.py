@@ -42,6 +42,15 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 
+def find_iterations(directory: AnyPath, iterations: Iterable[int], mesh: ParallelMesh) -> Candidates:
+    """Return the checkpoints of these iterations that there are, the newest first."""
+    with raise_on_all_ranks(mesh, f"looking for a checkpoint in {directory}"):
+        there = run_directory.iterations(directory)
+    check_all_see(str(there), directory, mesh)
+    found = sorted(set(there).intersection(iterations), reverse=True)
+    return Candidates(tuple(run_directory.checkpoint_path(directory, iteration) for iteration in found))
+
+
 def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
     """Check that all files of the checkpoint in folder `path` exist with the right sizes, and return its manifest.
 

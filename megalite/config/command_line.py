@@ -46,8 +46,13 @@ def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], l
     others: list[str] = []
     for flag, values in flag_groups(argv):
         mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
-        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
+        (own if mine else others).extend(words_of(flag, values) if flag else values)
     return own, others
+
+
+def words_of(flag: str, values: Sequence[str]) -> list[str]:
+    """Return the words of a flag and its values. A value that looks like a flag, as -- of a pattern, is behind =."""
+    return [f"--{flag}={values[0]}"] if values and values[0].startswith("--") else [f"--{flag}", *values]
 
 
 def refuse_blank(flag: str, values: Iterable[str]) -> None:

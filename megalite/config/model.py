@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megalite.config.activations import FLAGS, Activation, activation_of
@@ -18,28 +18,13 @@ from megalite.config.fields import (
     at_most,
 )
 from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
+from megalite.config.layer_specs import NEXT_STAGE, LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
-Mixer = Literal["attention"]
-FeedForward = Literal["dense", "moe"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """Description of one layer. The network (`model/block.py`), FLOPs and memory are computed from the list of all.
-
-    Attributes:
-        keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
-            all.
-    """
-
-    mixer: Mixer = "attention"
-    feed_forward: FeedForward = "dense"
-    keys_before: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,11 +179,15 @@ class ModelConfig:
     make_vocab_size_divisible_by: PositiveInt = 128
     """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     init_method_std: NonNegativeFloat = 0.02
-    """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers)."""
+    """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers); of a
+    pattern's layers, / sqrt(num-layers)."""
     hidden_dropout: ShareBelowOne = 0.1
     """Dropout on the residual branches and after the embedding."""
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
+    hybrid_layer_pattern: str | None = None
+    """Layers as letters, without num-layers: * attention, - dense feed-forward, E experts, each with its norm and its
+    residual; | begins the next pipeline stage. Unset: every layer is attention and a feed-forward layer."""
 
     @property
     def rotary(self) -> bool:
@@ -219,15 +208,22 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        if (pattern := self.hybrid_layer_pattern) is not None:
+            return specs_of_pattern(pattern, windows)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         return tuple(
             LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
             for before, has_experts in zip(windows, experts, strict=True)
         )
 
+    @functools.cached_property
+    def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
+        """Numbers of each layer's mixer and feed-forward layer in the names of their weights; in a GPT, the layer's."""
+        return numbers_in_names(self.layers)
+
     @property
     def has_dense_layers(self) -> bool:
-        """True if some layers have no experts. Raises ConfigurationError as `layers` does."""
+        """True if some layers have a dense feed-forward layer. Raises ConfigurationError as `layers` does."""
         return any(layer.feed_forward == "dense" for layer in self.layers)
 
     @property
@@ -269,7 +265,8 @@ class ModelConfig:
     @property
     def output_init_std(self) -> float:
         """Standard deviation of the initial weights of a block's output layers."""
-        return self.init_method_std / math.sqrt(2 * self.num_layers)
+        residuals = self.num_layers * (1 if self.hybrid_layer_pattern is not None else 2)
+        return self.init_method_std / math.sqrt(residuals)
 
     @property
     def kv_groups(self) -> int:
@@ -284,20 +281,30 @@ class ModelConfig:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def least_parameters(model: ModelConfig) -> int:
-    """Return the number of parameters of all matrices, without padding. An unknown vocabulary counts as 0."""
-    heads, groups = model.num_attention_heads, model.kv_groups
-    attention = 2 * (heads + groups) * model.head_dim
-    try:
-        with_experts = sum(layer.feed_forward == "moe" for layer in model.layers)
-    except ConfigurationError:  # reported elsewhere
-        with_experts = 0
-    widths = (model.num_layers - with_experts) * model.ffn_size
-    if with_experts:
-        assert model.num_experts is not None
-        shared = model.moe_shared_expert_intermediate_size or 0
-        widths += with_experts * (model.num_experts * model.expert_ffn_size + shared)
-    rows = (model.vocab_size or 0) * (2 if model.untie_embeddings_and_output_weights else 1)
-    if model.position_embedding_type == "learned_absolute":
-        rows += model.max_position_embeddings or 0
-    return model.hidden_size * (rows + model.num_layers * attention + model.activation.matrices * widths)
+def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
+    """Return the GPT that a network with a pattern is: attention and a feed-forward layer in turn. Otherwise itself.
+
+    `in_any_order`: also return the GPT with as many of each, whose weights have the names of this network's.
+    """
+    mixers = [layer for layer in model.layers if layer.mixer is not None]
+    if any(layer.mixer != "attention" for layer in mixers):
+        return model
+    feed_forwards = [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]
+    in_turn = [layer.mixer is not None for layer in model.layers] == [True, False] * len(mixers)
+    if model.hybrid_layer_pattern is None or len(mixers) != len(feed_forwards) or not (in_turn or in_any_order):
+        return model
+    with_experts = [int(each == "moe") for each in feed_forwards]
+    windowed = [int(layer.keys_before is not None) for layer in mixers]
+    return replace(
+        model,
+        num_layers=len(mixers),
+        moe_layer_freq=None if model.num_experts is None else str(with_experts),
+        window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        hybrid_layer_pattern=None,
+    )
+
+
+def without_stages(model: ModelConfig) -> ModelConfig:
+    """Return the same network, whose pattern does not say where stages begin: for another number of ranks."""
+    pattern = model.hybrid_layer_pattern
+    return model if pattern is None else replace(model, hybrid_layer_pattern=pattern.replace(NEXT_STAGE, ""))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from megalite.config.checkpoint import is_url
 from megalite.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, needs
+from megalite.config.parallel import ParallelConfig
+from megalite.config.synchronization import SynchronizationConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class LoggingConfig:
     """Record the number of ranks in every step."""
     report: bool = True
     """Write report.html, loss.svg and loss.png into the run directory when the run ends."""
+    sample_interval: PositiveInt | None = None
+    """Steps between texts that the network writes, which the screen, the records and the report show; unset: none."""
+    sample_prompts: tuple[str, ...] = ()
+    """Beginnings of these texts; unset: one text, from the beginning of a document on."""
+    sample_tokens: PositiveInt = 64
+    """Most tokens that the network adds to each of them."""
+    memory_monitor: bool = False
+    """Record the memory of ranks by kind and what it grows by, and name a rank whose memory grows with each step."""
+    performance_monitor: bool = False
+    """Show every timing-interval steps what share of a step sections, waits and communication by axis take."""
+    performance_plan: str | None = None
+    """Cluster, as megalite-plan --cluster has it, whose plan of this run the performance monitor compares with."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +94,35 @@ class WatchdogConfig:
 
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
+    if not logging.performance_monitor:
+        yield from needs(logging, "performance_plan", "--performance-monitor")
     if logging.tensorboard_dir is not None and is_url(logging.tensorboard_dir):
         yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard appends to its files, which needs a folder"
     metrics = logging.metrics_path
     if metrics is not None and not is_url(metrics) and os.path.isdir(metrics):
         yield f"--metrics-path {metrics} is a folder: give a file, as {metrics.rstrip('/')}/metrics.jsonl"
+    if logging.sample_interval is None:
+        yield from needs(logging, "sample_prompts sample_tokens", "--sample-interval")
+
+
+def sample_problems(
+    logging: LoggingConfig, tokenizer_type: str | None, parallel: ParallelConfig, synchronization: SynchronizationConfig
+) -> Iterator[str]:
+    """Yield a line for each reason why the network cannot write texts while it is trained."""
+    if logging.sample_interval is None:
+        return
+    if tokenizer_type in (None, "NullTokenizer"):
+        yield "--sample-interval needs a tokenizer of text, and the NullTokenizer has none: give --tokenizer-type"
+    if parallel.context_parallel_size > 1:
+        yield (
+            "--sample-interval: generation needs whole samples, so --context-parallel-size 1. Or generate from a "
+            "checkpoint, by megalite-generate"
+        )
+    if synchronization.has_servers:
+        yield (
+            "--sample-interval: the workers of parameter servers take no steps together. Generate from a checkpoint, "
+            "by megalite-generate"
+        )
 
 
 def profiling_problems(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
+from megalite.config.layer_specs import count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -83,11 +84,15 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     # Flags override YAML, wherever --config stands; a shorthand such as --recompute-activations decides in any order.
     for name, value in (fields | shorthands).items():
         sections[fields_by_name()[name].section][name] = value
+    if (pattern := sections["model"].get("hybrid_layer_pattern")) is not None:
+        sections["model"].setdefault("num_layers", max(count_of_pattern(pattern), 1))
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
     takes_saved = loading.loads_huggingface or loading.use_checkpoint_args or loading.use_checkpoint_opt_param_scheduler
     if saved_fields is not None and not problems and takes_saved:
         for section, saved in saved_fields(loading, sections["data"].get("tokenizer_type")).items():
+            if section == "model":
+                saved = _without_other_layers(saved, sections["model"])
             over = section == "optimizer"  # the schedules, with --use-checkpoint-opt-param-scheduler
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
@@ -109,6 +114,13 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     of_flags = map(as_installed, megatron_flags.note_lines(notes))
     return ParsedArguments(config, (*of_flags, *idle, *warnings))
+
+
+def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved fields of a network without those that say which layers it has, if flags say it otherwise."""
+    layers = {"hybrid_layer_pattern": "moe_layer_freq", "num_layers": "hybrid_layer_pattern"}
+    dropped = {other for name, other in layers.items() if name in given and other not in given}
+    return {name: value for name, value in saved.items() if name not in dropped}
 
 
 def _lacks_network(load: str) -> str:

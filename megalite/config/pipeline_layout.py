@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from megalite.config.fields import given
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, stages_of_pattern
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import SHAPES, ParallelConfig, ScheduleName, Shape
 from megalite.errors import ConfigurationError
@@ -64,6 +65,10 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         return _divided_evenly(
             what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |"
         )
+    if (of_pattern := stages_of_pattern(model.hybrid_layer_pattern)) is not None:
+        what = f"{len(of_pattern)} stages of {PATTERN_FLAG} {shown(model.hybrid_layer_pattern or '')}"
+        over = f"{ranks} ranks (--pipeline-model-parallel-size): add or drop {NEXT_STAGE}"
+        return _divided_evenly(what, len(of_pattern), ranks, over)
     each = parallel.num_layers_per_virtual_pipeline_stage
     if each is not None:
         what, layers = _layers_to_share(model, parallel)
@@ -92,6 +97,8 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     chunks = virtual_stages(model, parallel)
     if parallel.pipeline_model_parallel_layout is not None:
         layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model.num_layers)
+    elif (of_pattern := stages_of_pattern(model.hybrid_layer_pattern)) is not None:
+        layers = of_pattern
     elif parallel.decoder_first_pipeline_num_layers is None and parallel.decoder_last_pipeline_num_layers is None:
         layers = _even(model, parallel, chunks)
     else:
@@ -252,7 +259,7 @@ def _written_out(layout: str) -> str:
 
 def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold. Layers are counted only if no flags contradict each other."""
-    contradictions = list(_contradictions(parallel))
+    contradictions = [*_contradictions(parallel), *_pattern_contradictions(model, parallel)]
     if contradictions:
         yield from contradictions
         return
@@ -291,6 +298,14 @@ def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
         yield f"{ends[0]} needs --num-virtual-stages-per-pipeline-rank in place of {ways[0]}"
     if ends and parallel.pipeline_model_parallel_size == 1:
         yield f"{' and '.join(ends)}: --pipeline-model-parallel-size is 1, so there is one rank: leave it out"
+
+
+def _pattern_contradictions(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Refuse flags that say what a stage contains beside a pattern that does."""
+    pattern = model.hybrid_layer_pattern
+    if pattern is not None and NEXT_STAGE in pattern:
+        for flag in given(parallel, f"{_NUMBERS_OF_STAGES} {_FIRST_AND_LAST} {_ACCOUNTS}"):
+            yield f"{PATTERN_FLAG} {shown(pattern)} says by {NEXT_STAGE} what each stage contains: leave {flag} out"
 
 
 def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megalite.config.alarms import AlarmsConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
@@ -38,7 +39,7 @@ class TaskConfig:
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """Implementation of the fused operations, and compilation."""
+    """Implementation of fused operations, compilation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -53,6 +54,13 @@ class TaskConfig:
     """Restart of ranks that fail, within the job."""
     corruption: CorruptionConfig = field(default_factory=CorruptionConfig)
     """Search for silent corruption."""
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
+    """Alarms about steps that look wrong."""
+
+    @property
+    def is_monitored(self) -> bool:
+        """True if something watches the run after its steps."""
+        return self.logging.memory_monitor or self.logging.performance_monitor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
+from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
-from megalite.config.monitoring import logging_problems, profiling_problems
+from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
@@ -159,11 +160,13 @@ def validate(config: RunConfig, world_size: int) -> None:
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
+        sample_problems(config.logging, data.tokenizer_type, config.parallel, config.synchronization),
         reporting_problems(config.reporting, save),
         recovery_problems(config.recovery, config.checkpoint),
         _elastic(config),
         _survivors(config),
         _corruption(config, world_size),
+        _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -187,6 +190,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         reporting_problems(config.reporting, config.checkpoint.save),
         recovery_problems(config.recovery, config.checkpoint),
         _corruption(config, world_size),
+        _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -215,9 +219,18 @@ def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
         from megalite.config.validate_corruption import corruption_problems  # few runs search
 
         yield from corruption_problems(config, world_size)
-    else:
+    if not config.corruption.finds_right_steps:
         hashes = "--check-weight-hash-across-dp-replicas-interval"
         yield from needs(config.corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
+
+
+def _alarms(config: TaskConfig) -> Iterable[str]:
+    """Return a line for each relation of the alarms that does not hold."""
+    if not changed(config.alarms, "*"):
+        return ()
+    from megalite.config.validate_alarms import alarm_problems  # few runs have them
+
+    return alarm_problems(config)
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
@@ -380,8 +393,12 @@ def _experts(config: RunConfig) -> Iterator[str]:
         for kind, weight in zip(kinds, weights, strict=True):
             if not weight and kind not in ("none", "sinkhorn"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
+    if model.hybrid_layer_pattern is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
+        if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`
+            return
         yield f"--moe-layer-freq {model.moe_layer_freq} gives no layer experts: drop --num-experts"
         return
     if model.num_experts % sizes["expert_parallel_size"]:
@@ -414,7 +431,7 @@ def _uneven_experts(config: RunConfig, has_dense_layers: bool) -> Iterator[str]:
 def _feed_forwards(model: ModelConfig) -> set[str]:
     """Return the kinds of feed-forward layers of the network; all kinds if the layers are not known."""
     try:
-        return {layer.feed_forward for layer in model.layers}
+        return {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
     except ConfigurationError:  # reported by `relation_problems`
         return {"dense", "moe"}
 
@@ -431,6 +448,10 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
+    if (pattern := model.hybrid_layer_pattern) is not None:
+        if ATTENTION_LETTER not in pattern:
+            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
+        yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
@@ -484,9 +505,9 @@ def _parts_of_sequence(config: RunConfig, parts: int) -> Iterator[str]:
             f"products (--seq-length {config.data.seq_length} / {config.parallel.sequence_parts} ranks): give at most "
             f"{tokens}"
         )
-    if all(layer.feed_forward == "moe" for layer in config.model.layers):
+    if not config.model.has_dense_layers:
         yield (
-            f"--mlp-chunks-for-training {parts} changes nothing where all layers have experts: leave it out; "
+            f"--mlp-chunks-for-training {parts} changes nothing where no layer is dense: leave it out; "
             "--recompute-granularity selective --recompute-modules moe saves their memory"
         )
 
@@ -495,3 +516,5 @@ def _watchdog(config: TaskConfig) -> Iterator[str]:
     watchdog = config.watchdog
     if not watchdog.watchdog and watchdog.watchdog_min_seconds != type(watchdog).watchdog_min_seconds:
         yield f"--watchdog-min-seconds {watchdog.watchdog_min_seconds:g} needs the watchdog: drop --no-watchdog"
+    if config.logging.performance_monitor and not watchdog.timing_interval:
+        yield "--performance-monitor needs --timing-interval above 0: it shows what is measured then"

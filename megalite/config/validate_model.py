@@ -8,8 +8,11 @@ from dataclasses import replace
 
 from megalite.config.activations import FLAGS
 from megalite.config.fields import flag_of, needs, range_problems
-from megalite.config.model import ModelConfig, least_parameters
+from megalite.config.layer_costs import least_parameters
+from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
+from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 MAX_BYTES = 2**44
 """Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
@@ -44,11 +47,32 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
     yield from expert_problems(model)
+    if model.hybrid_layer_pattern is not None:
+        yield from _pattern(model, model.hybrid_layer_pattern)
     try:
         _ = model.layers
     except ConfigurationError as error:
         yield str(error)
     yield from _rotary(model)
+
+
+def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
+    """Yield what contradicts a pattern of layers."""
+    what = f"{PATTERN_FLAG} {shown(pattern)}"
+    if model.moe_layer_freq is not None:
+        yield f"{what} says which layers have experts (E): leave --moe-layer-freq out"
+    if model.use_parallel_residual:
+        yield f"{what} has one half of a block in each layer: --use-parallel-residual needs both in one, leave it out"
+    frequency = model.window_attn_skip_freq
+    if model.window_size is not None and (frequency is None or frequency.strip().isdigit()):
+        yield (
+            f"{what} and --window-size: give --window-attn-skip-freq as a list with an entry for each letter, 1 for "
+            "attention in the window, because a number counts all letters"
+        )
+    if EXPERTS_LETTER in pattern and model.num_experts is None:
+        yield f"{what} has layers with experts ({EXPERTS_LETTER}): give --num-experts, or write - for a dense layer"
+    if EXPERTS_LETTER not in pattern and model.num_experts is not None:
+        yield f"{what} has no layer with experts ({EXPERTS_LETTER}): leave --num-experts out, or write one"
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:

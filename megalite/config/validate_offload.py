@@ -52,6 +52,11 @@ def _modules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with --offload-modules, or leaves them nothing to offload."""
     modules, training = config.offload.offload_modules, config.training
     of_experts = [module for module in modules if module in MODULES_OF_EXPERTS]
+    if config.model.hybrid_layer_pattern is not None:
+        yield (
+            "--fine-grained-activation-offloading names modules of a block, and a layer of --hybrid-layer-pattern has "
+            "only some of them: offload whole layers by --cpu-offloading-num-layers"
+        )
     if "attn_proj" in modules and "core_attn" not in modules:
         yield (
             "--offload-modules attn_proj needs core_attn beside it: what the output layer saves is the core's output, "

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.fields import flag_of
+from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.validate_model import model_problems, number_problems
 from megalite.conversion.config_keys import Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
@@ -164,11 +165,21 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
         yield str(error)
 
 
+def refuse_pattern(model: ModelConfig) -> None:
+    """Raise CheckpointError for a network with a pattern, which no format of others has here."""
+    if (pattern := model.hybrid_layer_pattern) is not None:
+        raise CheckpointError(
+            f"{PATTERN_FLAG} {shown(pattern)}: only patterns of * and - or E in turn, which are GPTs, can be converted "
+            "yet, from a checkpoint of megalite"
+        )
+
+
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the first family that has exactly this network, and the network's config.json.
 
     If there is none, raise CheckpointError with the differences from the nearest family.
     """
+    refuse_pattern(model)
     reasons = {}
     for family in families:
         try:

@@ -15,6 +15,7 @@ from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems, with_router_weights
+from megalite.conversion.family import refuse_pattern
 from megalite.conversion.folder_keys import NULL, KeyFate
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
@@ -232,6 +233,7 @@ def arguments_of(
 
     Raises CheckpointError, listing each flag that Megatron-LM does not support, if no arguments can describe it.
     """
+    refuse_pattern(model)
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}
     windows = [layer.keys_before for layer in model.layers]

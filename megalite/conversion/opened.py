@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import STATE
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
-from megalite.config.model import least_parameters
+from megalite.config.layer_costs import least_parameters
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh

@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megalite.data.sample_source import OF_COLLATE, SampleSource, in_words, random_state_kept, seed_generators
-from megalite.data.sampler import Deal, equal_deal
+from megalite.data.sampler import Deal, drawn, equal_deal
 from megalite.errors import DataError
 from megalite.process.signals import STOP_SIGNALS
 
@@ -39,14 +39,14 @@ class Batch:
     """
 
     values: Any
-    sample_ids: range
+    sample_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class _Request:
     """Micro-batch to read: its samples, those of all ranks in its turn, and its places in a map-style dataset."""
 
-    samples: range
+    samples: Sequence[int]
     of_all_ranks: range
     indices: list[int]
 
@@ -72,7 +72,10 @@ class _Requests:
         size, ends = self.micro_batch_size, deal.turns[1:]
         for samples, turn, end in zip(deal.samples(first, size), deal.turns, ends, strict=False):
             indices = [] if self.source.is_stream else [self.source.index(sample) for sample in samples]
-            yield _Request(samples, range(first + turn * size, first + end * size), indices)
+            turns = range(first + turn * size, first + end * size)
+            if deal.left_out:
+                turns = range(drawn(turns[0], deal.left_out, None), drawn(turns[-1], deal.left_out, None) + 1)
+            yield _Request(samples, turns, indices)
 
     def __iter__(self) -> Iterator[_Request]:
         first, number = self.first, self.number
@@ -120,12 +123,12 @@ class _Reader(torch.utils.data.Dataset[Any]):
             else:
                 rows, starts = [source.item(*place) for place in zip(samples, request.indices, strict=True)], []
             first = _checksum(rows[0])
-            seed_generators(OF_COLLATE, source.seed, samples.start)
+            seed_generators(OF_COLLATE, source.seed, samples[0])
             try:
                 values = source.collate(rows)
             except Exception as error:
                 raise DataError(
-                    f"collate failed for samples {samples.start} to {samples[-1]}: {in_words(error)}: "
+                    f"collate failed for samples {samples[0]} to {samples[-1]}: {in_words(error)}: "
                     "give a collate function that takes a list of such samples"
                 ) from error
         return _Read(Batch(values, samples), first, starts)
@@ -182,7 +185,7 @@ class AnyDatasetLoader:
         read = self._reader.read(request) if self._source.num_workers == 0 else self._from_workers(request, place)
         for start in read.starts:
             self._source.record_start(*start)
-        self._seen.append((request.samples.start, read.checksum))
+        self._seen.append((request.samples[0], read.checksum))
         if len(self._seen) > 2 * PROBES:
             del self._seen[1::2]  # recent samples stay dense, and some old ones stay
         return read.batch

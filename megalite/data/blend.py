@@ -154,7 +154,7 @@ class BlendedDataset(Generic[Sample]):
         weights: one per dataset; None: in proportion to their lengths, with each sample used at most once.
         size: number of samples in the blend.
         cache: cache for the index.
-        data_path: path of the data, which determines where the index is stored.
+        prefixes: paths of the datasets; the first one determines where the index is stored.
 
     Raises:
         DataError: there are too many datasets, or they have too few samples.
@@ -166,11 +166,11 @@ class BlendedDataset(Generic[Sample]):
         weights: Sequence[float] | None,
         size: int,
         cache: IndexCache,
-        data_path: str,
+        prefixes: Sequence[str],
     ) -> None:
         if len(datasets) > np.iinfo(np.int16).max:
             raise DataError(f"a blend of {len(datasets)} prefixes: at most 32767, merge some (megalite-merge-datasets)")
-        self.datasets = datasets
+        self.datasets, self.prefixes = datasets, prefixes
         lengths = [len(dataset) for dataset in datasets]
         if weights is None and size > sum(lengths):
             raise DataError(
@@ -180,7 +180,7 @@ class BlendedDataset(Generic[Sample]):
         shares = normalize(lengths if weights is None else weights)
         limits = lengths if weights is None else None
         index = cache.get(
-            data_path,
+            prefixes[0],
             {"kind": "blend", "version": 1, "weights": shares, "size": size, "limits": limits},
             lambda: build_blend_index(shares, size, limits),
         )

@@ -176,9 +176,9 @@ def _build_split(
     if part.weights is None:
         datasets = [build(prefix, None) for prefix in part.prefixes]
         size = max(least, min(need, sum(map(len, datasets))))
-        return BlendedDataset(datasets, None, size, cache, part.prefixes[0])
+        return BlendedDataset(datasets, None, size, cache, part.prefixes)
     # The blend normalizes the weights once more, as Megatron-LM's does: their last digit can decide between ties.
     weights = normalize(part.weights)
     needs = [math.ceil(math.ceil(need * weight) * (1 + surplus)) for weight in weights]
     datasets = [build(prefix, count) for prefix, count in zip(part.prefixes, needs, strict=True)]
-    return BlendedDataset(datasets, weights, need, cache, part.prefixes[0])
+    return BlendedDataset(datasets, weights, need, cache, part.prefixes)

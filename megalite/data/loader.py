@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
@@ -24,7 +25,7 @@ class MicroBatchArrays(SampleFields):
             if none are replayed.
     """
 
-    sample_ids: range
+    sample_ids: Sequence[int]
     replayed: np.ndarray | None
 
 
@@ -53,7 +54,7 @@ class MicroBatchLoader:
 
     def __post_init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        self._ahead: dict[range, Future[MicroBatchArrays]] = {}
+        self._ahead: dict[Sequence[int], Future[MicroBatchArrays]] = {}
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatchArrays]:
         """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
@@ -66,34 +67,34 @@ class MicroBatchLoader:
         """
         if self.verification is not None:
             self.verification.raise_damage()
-        wanted = deal.samples(consumed_samples, self.micro_batch_size)
+        wanted = deal.samples(consumed_samples, self.micro_batch_size, self.dataset)
         if self.num_workers == 0:
             read = [self._load(samples) for samples in wanted]
         else:
             ready = self._submit(wanted)
             # Read ahead before waiting. Micro-batches that were read ahead for another step are dropped.
             next_step = consumed_samples + deal.total * self.micro_batch_size
-            self._ahead = self._submit(deal.samples(next_step, self.micro_batch_size))
+            self._ahead = self._submit(deal.samples(next_step, self.micro_batch_size, self.dataset))
             read = [ready[samples].result() for samples in wanted]
         if not deal.empty:
             return read
         some = read[-1] if read else self._load(range(consumed_samples, consumed_samples + self.micro_batch_size))
         return read + [emptied(some)] * deal.empty
 
-    def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
+    def _submit(self, wanted: Sequence[Sequence[int]]) -> dict[Sequence[int], Future[MicroBatchArrays]]:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self.num_workers, thread_name_prefix="loader")
         return {samples: self._ahead.get(samples) or self._executor.submit(self._load, samples) for samples in wanted}
 
-    def _load(self, samples: range) -> MicroBatchArrays:
+    def _load(self, samples: Sequence[int]) -> MicroBatchArrays:
         """Read samples into arrays [samples, sequence], or None where no sample has such an array.
 
         Raises:
             DataError: the dataset ends before, or a token is not of the vocabulary.
         """
-        if samples.stop > len(self.dataset):
+        if samples[-1] >= len(self.dataset):
             raise DataError(
-                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset is for a shorter run: "
+                f"the run reads samples {samples[0]} to {samples[-1]}, but the dataset is for a shorter run: "
                 f"it has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
             )
         rows = [self.dataset[sample] for sample in samples]
@@ -102,7 +103,7 @@ class MicroBatchLoader:
         if max(tokens.view(np.uint64).max(), labels.view(np.uint64).max()) >= self.vocab_size:
             least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
             raise DataError(
-                f"samples {samples.start} to {samples.stop - 1} have tokens from {least} to {most}, but the "
+                f"samples {samples[0]} to {samples[-1]} have tokens from {least} to {most}, but the "
                 f"tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
             )
         documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]

@@ -1,14 +1,50 @@
 """Choice of the samples of a rank: pure functions of the number of consumed samples, the only state to resume from.
 
 This is Megatron-LM's `--dataloader-type single`. Samples are taken in order: a step has the next global batch, divided
-into micro-batches of consecutive samples, which the data-parallel ranks take in turns.
+into micro-batches of consecutive samples, which the data-parallel ranks take in turns. Samples that the run has left
+out (`--spiky-loss-policy rewind`) are passed over as if they were not there, and are not consumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
+
+Ranges = Sequence[tuple[int, int]]
+"""First and last number of each range of samples, which are counted from 0 over the whole run."""
+
+
+def sample_at(position: int, left_out: Ranges) -> int:
+    """Return the number of the sample that has so many before it, without those left out: ascending ranges."""
+    for first, last in left_out:
+        if position < first:
+            break
+        position += last - first + 1
+    return position
+
+
+def drawn(position: int, left_out: Ranges, samples: int | None) -> int:
+    """Return the number of the sample that a run draws with so many drawn before it.
+
+    `samples`: the number of all samples; None if they have no end. Where the samples end because some are left out, the
+    first ones come again, in place of those. A position beyond all samples has no sample, as without any left out.
+    """
+    rest = 0 if samples is None else samples - sum(last - first + 1 for first, last in left_out)
+    if samples is not None and 0 < rest <= position < samples:
+        position %= rest
+    return sample_at(position, left_out)
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the numbers of these ranges as ascending ranges, as long as possible."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(last, found[-1][1])
+        else:
+            found.append((first, last))
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,22 +103,34 @@ class Deal:
             from `turns[i]` to below `turns[i + 1]`.
         total: number of micro-batches of all ranks.
         empty: number of slots without samples, after the others, in which the rank only joins collectives.
+        left_out: samples that the run passes over.
     """
 
     numbers: Sequence[int]
     turns: Sequence[int]
     total: int
     empty: int = 0
+    left_out: Ranges = ()
 
     @property
     def slots(self) -> int:
         """Number of slots of this rank, the empty ones included."""
         return len(self.numbers) + self.empty
 
-    def samples(self, consumed_samples: int, micro_batch_size: int) -> list[range]:
-        """Return the global sample ids of this rank's micro-batches in the step that starts at `consumed_samples`."""
+    def samples(
+        self, consumed_samples: int, micro_batch_size: int, data: Sized | None = None
+    ) -> Sequence[Sequence[int]]:
+        """Return the global sample ids of this rank's micro-batches in the step that starts at `consumed_samples`.
+
+        `data`: all samples, if they have an end. A run that has left some out begins with the first ones again when it
+        has passed them all; any other run must have enough.
+        """
         size = micro_batch_size
-        return [range(consumed_samples + n * size, consumed_samples + (n + 1) * size) for n in self.numbers]
+        positions = [range(consumed_samples + n * size, consumed_samples + (n + 1) * size) for n in self.numbers]
+        if not self.left_out:
+            return positions
+        end = None if data is None else len(data)
+        return [tuple(drawn(position, self.left_out, end) for position in part) for part in positions]
 
 
 def equal_deal(rank: int, ranks: int, micro_batches: int, replicas: int = 1) -> Deal:

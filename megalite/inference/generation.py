@@ -16,7 +16,7 @@ from megalite.config import ModelConfig
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling, probabilities, sample
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.parallel import collectives
 
 Finish = Literal["stop", "length"]
@@ -150,7 +150,7 @@ class _Batch:
     ) -> None:
         self.network, self.sequences, self.sampling, self.vocab_size = network, sequences, sampling, vocab_size
         self.scores = scores
-        self.cache = KeyValueCache(max(sequence.limit - 1 for sequence in sequences))
+        self.cache = StageCache(max(sequence.limit - 1 for sequence in sequences))
         self.chosen = torch.empty(0, 0)
         """Chosen tokens [1, batch]; with scores [3, batch] in fp64, which has room for any token."""
 
@@ -196,7 +196,7 @@ def _scores(logits: Tensor, allowed: Sequence[Tensor], tokens: list[int], sampli
 
 @torch.no_grad()
 def next_token_logits(
-    network: Network, tokens: Sequence[Sequence[int]], read: Sequence[int], cache: KeyValueCache
+    network: Network, tokens: Sequence[Sequence[int]], read: Sequence[int], cache: StageCache
 ) -> Tensor | None:
     """Run this rank's stage on further tokens of each sequence. `read` has the numbers of tokens already in the cache.
 

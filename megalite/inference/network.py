@@ -24,7 +24,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.config.validate_model import uneven_widths
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.model.gpt import GPT, make_chunks, messages
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed
@@ -47,7 +47,7 @@ class Network:
         self.mesh, self.config, self.vocab_size = stage.mesh, stage.config, stage.vocab_size
         self._sent: Pending = completed(torch.empty(0))
 
-    def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, cache: StageCache | None = None) -> Tensor:
         """Run this rank's stage on [batch, sequence] tokens, and return its output [sequence, batch, hidden].
 
         Under context parallelism, the output has this rank's part of the sequence (`layout`). It returns after starting

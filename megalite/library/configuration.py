@@ -47,12 +47,13 @@ _REFUSED = {
     "checkpoint": "save resume moe_use_upcycling resize_vocabulary use_checkpoint_args "
     "use_checkpoint_opt_param_scheduler",
     "optimizer": "optimizer lr",
-    "logging": "log_validation_ppl_to_tensorboard",
+    "logging": "log_validation_ppl_to_tensorboard sample_interval sample_prompts sample_tokens",
     "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
     "num_servers max_staleness backup_workers",
     "recovery": "spare_nodes elastic elastic_replan survivors_finish_step",
-    "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval",
+    "corruption": "check_weight_hash_across_dp_replicas_interval rerun_on_replica_interval "
+    "check_gradient_sync_interval",
 }
 
 

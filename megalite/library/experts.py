@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.config.model import ModelConfig
 from megalite.errors import MegaliteError
 from megalite.model.batch import LayerContext
-from megalite.model.block import make_moe
+from megalite.model.layer_kinds import make_moe
 from megalite.model.router import BALANCING_LOSSES, Z_LOSS
 from megalite.modules.stage import mean_over_samples
 from megalite.parallel import collectives

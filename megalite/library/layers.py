@@ -10,7 +10,6 @@ the same. Weights are drawn from a normal distribution, so they are equal under 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,7 +173,7 @@ class ParallelAttention(Attention):
         gather = AttentionWay(gathers=True)  # all that attention which is not causal does
         way = context.attention_ways[0] if causal else gather
         sizes = AttentionSizes(hidden, heads, groups, width, std, std, bias, bias, window)
-        super().__init__(replace(context, attention_ways=(way,)), name, sizes)
+        super().__init__(context, name, sizes, way=way)
         self.name, self.context, self.rotary_base, self.gathers = name, context, rotary_base, way == gather
         size = context.group("heads").size
         self.columns = [count * width // size for count in (heads, groups, groups)]

@@ -338,7 +338,7 @@ class Trainer(TokenMethods):
         """
         self._ended = True
         if self._loop is not None:
-            if self.config.checkpoint.save is not None and self._loop.saved < self.iteration:
+            if self.config.checkpoint.save is not None and self._loop.saves[-1] < self.iteration:
                 self._loop.save()
             self._close_loop()
         self._files.close()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
+from contextlib import suppress
+
+from megalite.entry_points import entry_point
 
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"allocate (\d+\.?\d*) ?([KMGT]iB|bytes)", re.IGNORECASE)
@@ -37,7 +41,15 @@ def describe_out_of_memory(error: BaseException) -> str:
     where = "this device" if type(error).__name__ == "OutOfMemoryError" else "this machine"
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     part = next((f", for {what}" for name, what in _PARTS if any(name in file for file in files)), "")
-    return f"{where} is out of memory{_asked(str(error))}{part}: {error}\n{_SMALLER}.\n{innermost(error)}"
+    return f"{where} is out of memory{_asked(str(error))}{part}: {error}\n{_SMALLER}.\n{_largest()}{innermost(error)}"
+
+
+def _largest() -> str:
+    """Return a line with the largest tensors of this process, if it has torch and there is memory left to look."""
+    if "torch" in sys.modules:
+        with suppress(Exception):
+            return f"{entry_point('largest_tensors')()}\n".lstrip()
+    return ""
 
 
 def innermost(error: BaseException) -> str:

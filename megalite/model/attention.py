@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
+from megalite.model.cache import KeyValueCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.norm import LayerNorm
-from megalite.parallel.context import AXES, ParallelContext
+from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
@@ -111,19 +112,21 @@ class Attention(nn.Module):
         *,
         norm: Callable[..., LayerNorm] | None = None,
         layer: int = 0,
+        way: AttentionWay | None = None,
         recompute: bool = False,
     ) -> None:
         """Make the layer.
 
         Args:
             norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
-            layer: number of the layer in the network: of its place in the cache, its dropout and its `AttentionWay`.
+            layer: number among the network's attention layers: that of its dropout.
+            way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
         """
         super().__init__()
         group = context.group("heads")
         self.head_dim, self.heads = sizes.width, sizes.heads // group.size
-        self.window, self.rotary_interleaved, self.layer = sizes.window, sizes.rotary_interleaved, layer
+        self.window, self.rotary_interleaved = sizes.window, sizes.rotary_interleaved
         self._make_projections(context, name, sizes)
         pattern, draw = "hidden heads width -> 1 hidden (heads width)", Normal(sizes.output_std)
         output = LogicalTensor(f"{name}.output", (sizes.hidden, sizes.heads, sizes.width), draw, True, pattern)
@@ -150,7 +153,7 @@ class Attention(nn.Module):
         )
         self.core: Callable[..., Tensor] = local
         if context.mesh.size("cp") > 1:
-            self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
+            self.core = ContextParallelCore(local, context, way or AttentionWay())
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
         """Make the projections to queries, keys and values: one layer, whose tensors are `query` and `key_value`."""
@@ -183,8 +186,8 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
         query, key, value = self._project(hidden, context)
-        if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
+        if (cache := context.cache) is not None:
+            key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
         return self.output(self.core(query, key, value, context.masks[self.window], context.layout, random))
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.randomness import RandomKey
@@ -108,7 +108,7 @@ class LayerContext:
     key: RandomKey
     layout: SequenceLayout
     rows: Runs
-    cache: KeyValueCache | None = None
+    cache: StageCache | None = None
     padding: Tensor | None = None
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None

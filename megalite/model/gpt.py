@@ -14,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import FEED_FORWARDS, Block, Recompute, make_norm
-from megalite.model.cache import KeyValueCache
+from megalite.model.block import Block
+from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
+from megalite.model.layer_kinds import LAYER_KINDS, make_norm
+from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
@@ -85,7 +87,7 @@ class GPT(StageModule):
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers))
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.mixer == "attention"))
         self.head = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
@@ -127,7 +129,7 @@ class GPT(StageModule):
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the full network. Each stage returns the sums of some of them."""
-        kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
+        kinds = dict.fromkeys(LAYER_KINDS[kind] for layer in self.config.layers for kind in layer.kinds)
         return (*self.main_terms, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
@@ -165,7 +167,7 @@ class GPT(StageModule):
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
 
     def hidden_states(
-        self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
+        self, hidden: Tensor | None, micro_batch: MicroBatch, cache: StageCache | None = None
     ) -> tuple[Tensor, TermSums]:
         """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
         if (parts := len(micro_batch.layout.of_ranks)) != self.mesh.size("cp"):
@@ -182,7 +184,7 @@ class GPT(StageModule):
             raise ValueError("a stage without the embedding needs hidden states")
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
 
-    def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
+    def _context(self, micro_batch: MicroBatch, cache: StageCache | None) -> LayerContext:
         """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
         if self.config.rotary:

@@ -132,8 +132,8 @@ def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadM
         "attn_proj": attention.output,
         "mlp_norm": block.mlp_norm,
     }
-    if name in modules:
-        around(modules[name], lambda arguments: offload.around_module())
+    if (module := modules.get(name)) is not None:
+        around(module, lambda arguments: offload.around_module())
     elif name == "core_attn":
         attention.core = _OffloadedCore(offload, attention.core)
     else:

@@ -68,7 +68,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         assert config.num_experts is not None
-        name, self.num_experts = f"layers.{layer}.moe", config.num_experts
+        name, self.num_experts = f"layers.{config.numbers[layer][1]}.moe", config.num_experts
         self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
         self.config, self.rule = config, routing_rule(config)
         self.sinkhorn = config.moe_router_load_balancing_type == ("sinkhorn",)

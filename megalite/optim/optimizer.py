@@ -46,6 +46,8 @@ from megalite.parallel.state import State, Tally, end_step, states_of, tallies_o
 class StepResult:
     gradient_norms: Mapping[str, float]
     """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
+    refused: bool = False
+    """True if the update is left out although the gradient is finite."""
 
     @cached_property
     def gradient_norm(self) -> float:
@@ -54,8 +56,8 @@ class StepResult:
 
     @cached_property
     def skipped(self) -> bool:
-        """True if every rank skipped the update because a gradient on some rank is not finite."""
-        return not math.isfinite(self.gradient_norm)
+        """True if every rank skipped the update: it was refused, or a gradient on some rank is not finite."""
+        return self.refused or not math.isfinite(self.gradient_norm)
 
 
 class Optimizer:
@@ -126,6 +128,9 @@ class Optimizer:
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
+        self.before_update: Callable[[], None] | None = None
+        """Called on all ranks once gradients are complete, before they are applied; None: nothing is. A judge of `step`
+        comes before it: under ZeRO 0 the slices of other ranks are gathered only once it has allowed the update."""
 
     def config_of(self, parameter: Parameter) -> OptimizerConfig:
         """Return the hyperparameters of a parameter."""
@@ -279,13 +284,17 @@ class Optimizer:
         """Clip the complete gradients by their norm and apply them."""
         self._update(rates, StepResult({"all": gradient_norm}))
 
-    def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
+    def step(
+        self, rates: Rates, loss_scale: float = 1.0, judge: Callable[[StepResult], StepResult] | None = None
+    ) -> StepResult:
         """Finish the gradient reduction, clip and update.
 
         The decision to skip the step and the resulting bits are the same on every rank. `loss_scale` is the factor by
-        which the loss was multiplied; the gradients are divided by it.
+        which the loss was multiplied; the gradients are divided by it. `judge` may refuse the update, on all ranks.
         """
         result = self.agreed(self.complete(loss_scale))
+        if judge is not None:
+            result = judge(result)
         changed = not result.skipped
         if changed:
             self._update(rates, result, loss_scale)
@@ -338,6 +347,8 @@ class Optimizer:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
+        if self.before_update is not None:
+            self.before_update()
         for rule in self.rules if self._host_copies else ():
             if isinstance(rule, OnHost):
                 rule.fetch_gradients()

@@ -24,6 +24,7 @@ WORLD = "world"
 Kind = Literal["group", "link"]
 _RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "send": 2, "receive": 0}
 """Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A message has 2 ranks: all of it is sent."""
+_CLOSED: Any = object()
 
 
 @dataclass
@@ -88,6 +89,11 @@ class Group:
         self.traffic.by_axis[self.axis] += size * _RING[kind] * (len(ranks) - 1) // len(ranks)
         if self.traffic.listener is not None:
             self.traffic.listener(kind, ranks, size)
+
+    def close(self) -> None:
+        """Let go of the process group, so that torch's functions refuse what is sent through this group from now on."""
+        if self.process_group is not None:
+            object.__setattr__(self, "process_group", _CLOSED)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Group:
         """Return the group itself: a copy of a module communicates as the module does."""
@@ -311,12 +317,18 @@ class ParallelMesh:
         return self
 
     def close(self) -> None:
-        """Destroy the process groups that this mesh has made, but not the default group."""
+        """Destroy the process groups that this mesh has made, but not the default group, and let go of that, too.
+
+        Whoever still holds a `Group` can use it no more. A process group that is held lives on with its threads: one
+        of gloo's that frees a tensor while Python ends has the process aborted.
+        """
         for group in self._groups.values():
             for buffer in group.buffers.values():
                 buffer.destroy()
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
+        for group in (*self._groups.values(), *self._by_axes.values()):
+            group.close()
         self._groups.clear()
         self._by_axes.clear()
 

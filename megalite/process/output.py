@@ -59,7 +59,8 @@ def printable(text: str) -> str:
 
     Names and texts in files of others may hold them, to forge lines or to give commands to the terminal.
     """
-    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    shown = _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return shown.encode(errors="backslashreplace").decode()  # half a pair of UTF-16 is no text that can be encoded
 
 
 def shell_word(word: str) -> str:
@@ -81,3 +82,12 @@ def _aligned(cells: Sequence[str]) -> list[str]:
     width = max(map(len, cells))
     numbers = all(re.fullmatch(r"-?|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells[1:])
     return [cell.rjust(width) if numbers else cell.ljust(width) for cell in cells]
+
+
+def in_words(number: float) -> str:
+    """Return a number of bytes as text, with a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

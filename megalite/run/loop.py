@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megalite.config.run import TaskConfig
 from megalite.entry_points import entry_point
@@ -22,7 +22,15 @@ from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import Metrics, MetricsWriter, Sink, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import (
+    Metrics,
+    MetricsWriter,
+    SampleMetrics,
+    Sink,
+    StepMetrics,
+    TestMetrics,
+    ValidationMetrics,
+)
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
@@ -31,6 +39,7 @@ from megalite.watchdog.sections import AGREEMENT, DATA, EVALUATION, SAVE, START,
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
     from megalite.run.corruption import Watch
+    from megalite.run.monitor import Monitor
     from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
@@ -44,6 +53,13 @@ _TIMES = {
 """Sections whose seconds records have, with the section around them."""
 LEAST_TIME = 1e-3
 """Seconds of a section that a record does not tell: a look at a save in the background takes less."""
+
+
+class TextSampler(Protocol):
+    """Writer of texts with the network that is trained."""
+
+    def texts(self) -> Sequence[str]:
+        """Return what it writes now, the same on all ranks. Called by all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +95,12 @@ class TrainingLoop:
         self._pace = Pace()
         self.copies: Copies | None = None
         self.watch: Watch | None = None
+        self.sampler: TextSampler | None = None
+        self.monitors: Sequence[Monitor] = ()
         self._stack = ExitStack()
-        self.saved = trainer.iteration
-        """Last step that a checkpoint has, or is to have."""
+        self.saves = [trainer.iteration]
+        """Steps that checkpoints of this trajectory have, or are to have: where it began, and where it was saved."""
+        self._start_seconds = 0.0
         self.metrics: StepMetrics | None = None
         """Record of the last step."""
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
@@ -107,6 +126,8 @@ class TrainingLoop:
         trainer = self.trainer
         if not trainer.evaluation_left:
             self._step(step or trainer.step)
+            if trainer.alarms is not None and trainer.alarms.after_step(self, may_go_back=step is None):
+                return True
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
         agreed = self._agree()
@@ -138,16 +159,14 @@ class TrainingLoop:
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
-            self._writer = stack.enter_context(_metrics_writer(trainer, self.display.message))
-            trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
-            if self._writer.note is not None:
-                self.display.message(self._writer.note)
+            self._open_records()
+            stack.push(self._close_records)
             if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
-                self._ledger = stack.enter_context(self._open_ledger(trainer.directory))
+                self._ledger = self._open_ledger(trainer.directory)
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
+            self._start_seconds = self.sections.spent[START, START] = self.startup.finish(trainer.iteration)
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.finish)
@@ -161,6 +180,41 @@ class TrainingLoop:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
+    def _open_records(self) -> None:
+        """Open the metrics, without those of steps that are run again."""
+        trainer = self.trainer
+        self._writer = _metrics_writer(trainer, self.display.message)
+        trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
+        if self._writer.note is not None:
+            self.display.message(self._writer.note)
+
+    def _close_records(self, *error: Any) -> None:
+        """Close the metrics and the ledger, which may have been opened again since the start."""
+        records = ExitStack()
+        records.push(self._writer)
+        if self._ledger is not None:
+            records.push(self._ledger)
+        records.__exit__(*error)
+
+    def begin_again(self, decisions: Sequence[Decision]) -> None:
+        """Go on from the step to which the trainer has gone back: records and decisions of later ones are removed.
+
+        `decisions`: those that led there. They are of the step that is next, which they change.
+        """
+        trainer = self.trainer
+        self._timed = trainer.iteration
+        self.saves = [step for step in self.saves if step <= trainer.iteration]
+        del self.sections.spent[START, START]  # of loading, which is no start
+        if trainer.iteration == self.saves[0]:  # the record with the figures of the start is removed
+            self.metrics, self.sections.spent[START, START] = None, self._start_seconds
+        self._writer.close()
+        self._open_records()
+        if self._ledger is not None and trainer.directory is not None:
+            self._ledger.close()
+            self._ledger = self._open_ledger(trainer.directory)
+        self.record_decisions(decisions, trainer.iteration + 1)
+        self.log_progress("goes back")
+
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
@@ -168,6 +222,8 @@ class TrainingLoop:
         self._pace = self._pace.after(metrics.iteration_time_s)
         self._report(metrics)
         self._raise_if_diverged()
+        if self.sampler is not None and self._every(self.config.logging.sample_interval):
+            self._sample(self.sampler)
         if self._collects_garbage_now():
             gc.collect()
 
@@ -179,23 +235,43 @@ class TrainingLoop:
             figures["world_size"] = self.mesh.world_size
         if self.copies is not None:
             figures |= self.copies.figures()
+        if (sources := self.trainer.task.sources) is not None:
+            figures |= sources.after(metrics.consumed_samples, self.trainer.left_out)
+        if self.metrics is None and (counted := self.trainer.task.counted_memory) is not None:
+            figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
+        lines = self._observed(self.metrics) if self.monitors else ()
         self._record(self.metrics)
         if self.trainer.decisions:
             self.record_decisions(self.trainer.decisions)
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
+        for line in lines:
+            self.display.message(line)
         drawn = self.trainer.draw_time_line()
         if drawn is not None:
             self.display.message(drawn)
         self._tell_empty()
+
+    def _observed(self, metrics: StepMetrics) -> Sequence[str]:
+        """Have the monitors look at a step, and add their figures to its record. Returns their lines."""
+        with self.sections(AGREEMENT):
+            seen = [monitor.after_step(metrics) for monitor in self.monitors]
+        figures = {name: value for each in seen for name, value in each.figures.items()}
+        self.metrics = replace(metrics, extra={**metrics.extra, **figures})
+        return [line for each in seen for line in each.lines]
 
     def _raise_if_diverged(self) -> None:
         """Say where a step that was skipped was not finite. Raises MegaliteError after too many of them."""
         report = self.trainer.locate_not_finite()
         if report is not None and self.watch is not None:
             report = self.watch.after_skip(report)
+        if self.config.alarms.on_not_finite == "end" and self.trainer.skips_in_a_row:
+            raise MegaliteError(
+                f"the loss or the gradient of step {self.trainer.iteration} was not finite, and "
+                f"--on-not-finite end ends the run at the first such step{f'. {report}' if report else ''}"
+            )
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -233,6 +309,14 @@ class TrainingLoop:
             extra = {f"test_{name}": mean for name, mean in others.items()}
             self._record(TestMetrics(*trainer.where(), loss, extra=extra))
 
+    def _sample(self, sampler: TextSampler) -> None:
+        """Record and show what the network writes."""
+        with self.sections(EVALUATION):
+            texts = sampler.texts()
+        for text in texts:
+            self._record(SampleMetrics(*self.trainer.where(), text))
+            self.display.sample(self.trainer.iteration, text)
+
     def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
         """Show the results of an evaluation; returns the loss and the other means."""
         task, others = self.trainer.task, dict(means)
@@ -260,7 +344,7 @@ class TrainingLoop:
             if self._ledger is not None:
                 self._ledger.publish()
             self.trainer.save(self.display, last=last)
-        self.saved = self.trainer.iteration
+        self.saves.append(self.trainer.iteration)
 
     def _continue_save(self, agreed: _Agreed) -> None:
         """Continue a save in the background, and take a copy in memory if one is due."""
@@ -356,14 +440,17 @@ class TrainingLoop:
         if told is not None:
             self.display.message(told)
 
-    def record_decisions(self, decisions: Sequence[Decision]) -> None:
-        """Write decisions that the last step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes."""
+    def record_decisions(self, decisions: Sequence[Decision], step: int | None = None) -> None:
+        """Write decisions that a step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes.
+
+        `step`: None for the last one.
+        """
         directory = self.trainer.directory
         if self.mesh.rank != 0 or directory is None:
             return
         if self._ledger is None:
-            self._ledger = self._stack.enter_context(self._open_ledger(directory))
-        told = self._ledger.write(self.trainer.iteration, decisions)
+            self._ledger = self._open_ledger(directory)
+        told = self._ledger.write(self.trainer.iteration if step is None else step, decisions)
         if told is not None:
             self.display.message(told)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class Run:
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
         self.copies: Copies | None = None
-        self._shown, self._predicted = False, ""
+        self._shown = False
         self._loop: TrainingLoop | None = None
         self._stack = ExitStack()
         save = config.checkpoint.save
@@ -206,8 +206,12 @@ class Run:
         loop = self._synchronization.loop(trainer, display, self.startup)
         loop.copies = self.copies
         self._loop = loop
+        if self.config.logging.sample_interval is not None:
+            loop.sampler = entry_point("text_sampler")(trainer)
         if self.config.corruption.is_watched:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
+        if self.config.is_monitored:
+            loop.monitors = entry_point("monitors")(trainer)
         return loop
 
     def finish(self, display: Display, last: int) -> None:
@@ -230,17 +234,22 @@ class Run:
         if self.mesh.rank != 0 or self._loop is None or self._loop.metrics is None:
             return
         from megalite.run.end import end_summary, is_short, what_next  # no step needs them
+        from megalite.training.facts import Facts
 
-        path, lines = metrics_path(self.config, self.directory), {}
+        path, lines, facts, told = metrics_path(self.config, self.directory), {}, Facts(), ""
+        if finished and self.directory is not None and self.config.logging.report:
+            facts, told = entry_point("report_at_end")(self.directory, path)
         with suppress(Exception):  # somebody else may have changed the file, and what has trained must not fail here
-            records: Iterable[Mapping[str, Any]] = [self._loop.metrics.record()]
-            if path is not None and (finished or is_short(path)):
-                records = read_records(path)
-            lines = end_summary(records, self._predicted)
+            if not told and path is not None and (finished or is_short(path)):
+                for record in read_records(path):
+                    facts.add(record)
+            if not facts.last:
+                facts.add(self._loop.metrics.record())
+            lines = end_summary(facts)
         lines |= what_next(self.directory, finished=finished, generates=self.task.tokens_per_sample is not None)
         display.summary("finished" if finished else "stopped", lines)
-        if finished and self.directory is not None and self.config.logging.report:
-            display.message(entry_point("report_at_end")(self.directory, path))
+        if told:
+            display.message(told)
 
     def begin(self, display: Display) -> None:
         """Show how the run begins, once, and record that it is not finished. Called by all ranks together."""
@@ -252,9 +261,7 @@ class Run:
                 if not self._shown:
                     for note in self.trainer.notes():
                         display.message(note)
-                    summary = self.trainer.summary()
-                    self._predicted = str(summary.get("memory", ""))
-                    display.summary("megalite", {**summary, "start": self.how})
+                    display.summary("megalite", {**self.trainer.summary(), "start": self.how})
                     self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:
                     _record_run(self.directory, self.config)

@@ -16,6 +16,11 @@ from megalite.watchdog.sections import OF_A_STEP, WAITING, waiting_on
 from megalite_kernels.implementation import on_gpu
 
 
+def key_of(section: str) -> str:
+    """Return the key of a section's seconds in records."""
+    return f"iteration_time_s/{section.replace(' ', '_')}"
+
+
 @dataclass(frozen=True)
 class Timing:
     """Host seconds per step in each section, by rank. A rank that others wait for spends more time on its own work."""
@@ -32,15 +37,16 @@ class Timing:
 
     def figures(self) -> dict[str, float]:
         """Return metrics: medians over ranks, the slowest rank with its time of work, the fullest, waits by axis."""
-        figures = {f"iteration_time_s/{name.replace(' ', '_')}": median for name, median in self._medians().items()}
+        figures = {key_of(name): median for name, median in self._medians().items()}
         slowest = self._slowest()
         figures["iteration_time_s/slowest_rank"] = float(slowest)
         figures["iteration_time_s/slowest_rank_work"] = self._work(slowest)
         for axis, of_ranks in self.waits.items():
             figures[f"wait_s/{axis}"] = statistics.median(of_ranks)
-            figures |= _largest(f"wait_s/{axis}", of_ranks)
+            figures |= largest(f"wait_s/{axis}", of_ranks)
+            figures[f"wait_s/{axis}/min_rank"] = float(min(range(len(of_ranks)), key=of_ranks.__getitem__))
         if self.peaks:
-            figures |= _largest("peak_memory_bytes", self.peaks)
+            figures |= largest("peak_memory_bytes", self.peaks)
         return figures | self._shares()
 
     def _shares(self) -> dict[str, float]:
@@ -77,7 +83,7 @@ class Timing:
         return max(range(len(self.seconds)), key=self._work)
 
 
-def _largest(name: str, of_ranks: Sequence[float]) -> dict[str, float]:
+def largest(name: str, of_ranks: Sequence[float]) -> dict[str, float]:
     """Return the largest value and its rank."""
     rank = max(range(len(of_ranks)), key=of_ranks.__getitem__)
     return {f"{name}/max": of_ranks[rank], f"{name}/max_rank": float(rank)}

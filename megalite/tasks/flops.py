@@ -9,12 +9,9 @@ the figure for causal attention, which counts half of the score matrix, as Megat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megalite.config import ModelConfig
-    from megalite.config.model import FeedForward, LayerSpec, Mixer
+from megalite.config.layer_costs import LAYER_COSTS
+from megalite.config.model import ModelConfig
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
@@ -45,20 +42,10 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     Args:
         causal: count only the attention scores inside the causal mask and the sliding window; otherwise all scores.
     """
-    query_size = model.num_attention_heads * model.head_dim
-    key_value_size = 2 * model.kv_groups * model.head_dim
-    projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
-
-    def attention(layer: LayerSpec) -> float:
+    layers = 0.0
+    for layer in model.layers:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
-        return projections + 2 * query_size * seen  # scores and context
-
-    mixers: Mapping[Mixer, Callable[[LayerSpec], float]] = {"attention": attention}
-    matrices = model.activation.matrices * model.hidden_size
-    active = model.moe_router_topk * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
-    router = model.hidden_size * ((model.num_experts or 0) + model.moe_shared_expert_gate)
-    feed_forward: Mapping[FeedForward, int] = {"dense": matrices * model.ffn_size, "moe": matrices * active + router}
-    layers = sum(mixers[layer.mixer](layer) + feed_forward[layer.feed_forward] for layer in model.layers)
+        layers += sum(LAYER_COSTS[kind].products(model, seen) for kind in layer.kinds)
     logits = model.hidden_size * padded_vocab_size
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))
 

@@ -65,7 +65,7 @@ class GPTTask(GPTNetworkTask):
         self.batch_size = global_batch_size(config)
         self.hidden_size = model.hidden_size
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
-        self.tokens_per_sample = config.data.seq_length
+        self.tokens_per_sample, self.sources = config.data.seq_length, data.sources
         self.cutting = builder.make_cutting(config, mesh)
         padded = self.model.padded_vocab_size(mesh.size("tp"))
         self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
@@ -76,7 +76,7 @@ class GPTTask(GPTNetworkTask):
     # ------------------------------------------------------------------------------------------------ the data
 
     def train_loader(self) -> _Loader:
-        return self._loader(self.data.train, replays=True)
+        return replace(self._loader(self.data.train, replays=True), length=len(self.data.train))
 
     def evaluation_loader(self, *, test: bool) -> _Loader:
         dataset = self.data.test if test else self.data.valid

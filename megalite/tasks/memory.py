@@ -19,6 +19,7 @@ from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.optimizer import Optimizer
+from megalite.process.output import in_words
 from megalite.torch_internals import storage_identity
 
 
@@ -47,15 +48,6 @@ class Memory:
         return {"memory": f"{in_words(self.total)} {whose}", **kinds}
 
 
-def in_words(number: float) -> str:
-    """Return a number of bytes as text, with a readable unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.4g} GiB"
-
-
 def measured(
     optimizer: Optimizer,
     forwards: Iterable[Callable[[], object]],
@@ -70,23 +62,28 @@ def measured(
     micro-batch and those that its last offloaded layer offloads, and `buffers` those of the host from the bytes that
     each chunk offloads.
     """
-    buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
-    flats = [*buckets, *optimizer.frozen]
-    slices = [each.parameter_shard for each in flats if not each.slice_on_host]
-    parameters = _storages([*(each.parameters for each in flats), *slices, *states])
-    accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
-    gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
-    kept = _storages(tensor for shard in shards for tensor in shard.tensors())
-    alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    parameters, gradients, state = storages_by_kind(optimizer).values()
     with ForwardState(optimizer.module_states).unchanged():
         saved = [_kept(forward, parameters, offloading, chunk) for chunk, forward in enumerate(forwards)]
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
-        optimizer=sum(alone.values()),
+        optimizer=sum(state.values()),
         activations=peak([size for size, _, _ in saved], [size for _, _, size in saved]),
         host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size, _ in saved])),
     )
+
+
+def storages_by_kind(optimizer: Optimizer) -> dict[str, dict[int, int]]:
+    """Return the bytes of each storage on the device that a rank keeps between steps, by its identity, by kind."""
+    flats, states = [*optimizer.buckets, *optimizer.frozen], [each.values for each in optimizer.module_states]
+    slices = [each.parameter_shard for each in flats if not each.slice_on_host]
+    parameters = _storages([*(each.parameters for each in flats), *slices, *states])
+    accumulators = [accumulator for bucket in optimizer.buckets for accumulator in bucket.accumulators]
+    gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
+    kept = _storages(tensor for shard in optimizer.shards for tensor in shard.tensors())
+    alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    return {"parameters": parameters, "gradients": gradients, "optimizer": alone}
 
 
 def _kept(

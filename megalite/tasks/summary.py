@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.config.layer_specs import pattern_of
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
@@ -59,6 +60,7 @@ def training_line(trainer: Summarized) -> str:
 
 def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
     """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
+    trainer.task.counted_memory = measured.total
     options, nothing = trainer.config.offload, {}
     if options.fine_grained_activation_offloading and measured.host == bytes_on_host(trainer.optimizer):
         least = options.min_offloaded_tensor_size
@@ -77,8 +79,8 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     config, mesh, model = task.config, trainer.mesh, task.model
     measured = measured_memory(trainer, task)
     return {
-        "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
-        f"{model.hidden_size}{_experts(model)}",
+        "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
+        f"hidden {model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
         **_devices(trainer, task),
@@ -135,6 +137,10 @@ def _pipeline(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     layers, *ranks = layout_lines(task.model, task.config.parallel)
     held = (line.partition(": ") for line in ranks)
     return {"pipeline": layers, **{f"  {rank}": stages for rank, _, stages in held}}
+
+
+def _pattern(model: ModelConfig) -> str:
+    return "" if model.hybrid_layer_pattern is None else f" {pattern_of(model.layers)}"
 
 
 def _experts(model: ModelConfig) -> str:

@@ -33,9 +33,9 @@ from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Shares
 from megalite.entry_points import entry_point
 from megalite.model import gpt
-from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
+from megalite.model.recompute import Recompute
 from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
@@ -165,7 +165,11 @@ def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
     """Return the rule by which samples are cut for the context-parallel ranks."""
     length = config.data.seq_length
     ways = itertools.cycle(attention_ways(config.parallel))
-    layers = Counter((layer.keys_before, way.head_ranks) for layer, way in zip(config.model.layers, ways, strict=False))
+    layers = Counter(
+        (layer.keys_before, way.head_ranks)
+        for layer, way in zip(config.model.layers, ways, strict=False)
+        if layer.mixer == "attention"
+    )
     return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), layers)
 
 

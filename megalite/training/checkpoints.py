@@ -90,6 +90,11 @@ class Checkpoints:
         if failed or not busy:
             self._advance(display, last=False)
 
+    def finish(self, display: Display) -> None:
+        """Wait until a save in the background is complete, and old checkpoints are removed. All ranks call it."""
+        self._finish(display, last=False)
+        self.settle(display)
+
     def _finish(self, display: Display, *, last: bool, another: bool = False) -> None:
         while self._saver.under_way:
             self._advance(display, last=last, another=another)

@@ -14,7 +14,7 @@ import numpy as np
 
 from megalite.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
 from megalite.config.run import TaskConfig
-from megalite.data.blend import Dataset
+from megalite.data.blend import BlendedDataset, Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
@@ -22,6 +22,7 @@ from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDat
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
+from megalite.data.sources import MOST_SOURCES, SourceTokens
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import DataError, MegaliteError
@@ -48,6 +49,8 @@ class RunData:
     """Check of the token files in the background, while the run starts and trains."""
     routing: RoutingRecords | None = None
     """Records of routing that training replays."""
+    sources: SourceTokens | None = None
+    """Counts the tokens of training by source, if there are several."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -126,7 +129,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         eval_iters=training.eval_iters,
     )
     verification = Verification(reads=local_rank == 0)
-    train, valid, test, notes = _open_datasets(config, tokenizer, samples, verification)
+    (train, valid, test, notes), taken = _open_datasets(config, tokenizer, samples, verification)
     if train is None:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
@@ -139,7 +142,10 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         for sample in _outermost_samples(config):
             routing.require(sample)
     verification.begin()
-    return RunData(tokenizer, train, valid, test, notes, verification, routing)
+    sources = None
+    if isinstance(taken, BlendedDataset) and len(taken.prefixes) <= MOST_SOURCES:
+        sources = SourceTokens(taken.dataset_index, taken.prefixes, config.data.seq_length)
+    return RunData(tokenizer, train, valid, test, notes, verification, routing, sources)
 
 
 def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
@@ -181,14 +187,17 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 def _open_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: Samples, verification: Verification
-) -> Datasets[SampleFields]:
+) -> tuple[Datasets[SampleFields], object]:
+    """Return the datasets, and that from which the training data take their samples."""
     data, seed = config.data, config.training.seed
+    if data.sft and not data.mock_data:
+        conversations = build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
+        return conversations, conversations.train
     if data.mock_data:
-        return _with_fields(data, seed, tokenizer, build_mock_datasets(data, samples, seed, tokenizer))
-    if data.sft:
-        return build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
-    tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
-    return _with_fields(data, seed, tokenizer, tokens)
+        tokens = build_mock_datasets(data, samples, seed, tokenizer)
+    else:
+        tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
+    return _with_fields(data, seed, tokenizer, tokens), tokens.train
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:

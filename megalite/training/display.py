@@ -127,6 +127,10 @@ class Display:
             shown += [f"{figure} {value:.4g}" for figure, value in figures.items() if figure == "perplexity"]
             self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(_plain, shown)]))
 
+    def sample(self, iteration: int, text: str) -> None:
+        """Print a text that the network has written, set in, so that no line of it looks like one of the run."""
+        self.message("\n  ".join([f"sample after step {iteration}:", *text.splitlines()]))
+
     def _line(self, metrics: StepMetrics) -> str:
         """Return the line of a step. A terminal has the bar besides, and gets no line that would wrap."""
         has_bar = self._console.is_interactive
@@ -145,7 +149,7 @@ class Display:
         if (mfu := metrics.throughput.get("mfu")) is not None:
             parts.append(f"MFU {mfu:.1%}")
         if metrics.skipped:
-            parts.append("skipped: not finite")
+            parts.append("skipped" if math.isfinite(metrics.grad_norm) else "skipped: not finite")
         elif self._total is not None and not has_bar:
             parts.append(f"ETA {self._remaining(self._total)}")
         return " | ".join(parts)

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megalite.data.sampler import Ranges, merged
 from megalite.errors import CheckpointError
 from megalite.small_files import reason
 from megalite.storage import AnyPath, ObjectPath
 from megalite.training.metrics import Growing, Published, StepWriter, cut
-
-Ranges = Sequence[tuple[int, int]]
-"""First and last number of each range of samples, which are counted from 0 over the whole run."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,7 @@ class Decision:
 
 def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """Return numbers of samples as ascending ranges, as long as possible."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
+    return merged((number, number) for number in numbers)
 
 
 class Ledger(StepWriter):

@@ -34,6 +34,7 @@ _OTHERWISE = {
         manual_gc_eval moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
     "synchronization": "all_reduce_algorithm",
+    "alarms": "",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""
@@ -41,6 +42,8 @@ _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_ty
 _OF_THAT_RUN = "about that run alone: a new run has its own flags"
 _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
 _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
+_OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
+_SECTIONS_OF_STATE = "alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step"
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8
 
@@ -169,6 +172,8 @@ def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
             fate = KeyFate(name, "noted", _OF_THAT_RUN)
             if of_a_program:
                 fate = KeyFate(name, "used", _OF_A_PROGRAM)
+            elif section in _SECTIONS_OF_STATE:
+                fate = KeyFate(name, "used", _OF_ITS_STATE)
             elif name not in known.get(section, {}):
                 fate = KeyFate(name, "refused" if section == "model" else "noted", _UNKNOWN)
             elif section == "model" and name not in NOT_THE_FUNCTION:
@@ -192,7 +197,7 @@ def _unknown(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, ..
     names = [
         f"{section}.{name}"[:80]
         for section, values in saved.items()
-        if section in ours or section not in (*section_types(), *_SECTIONS_OF_A_PROGRAM)
+        if section in ours or section not in (*section_types(), *_SECTIONS_OF_A_PROGRAM, *_SECTIONS_OF_STATE)
         for name in (values if isinstance(values, Mapping) else ())
         if name not in ours.get(section, {})
     ]

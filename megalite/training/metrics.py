@@ -89,7 +89,14 @@ class TestMetrics(Metrics):
     test_loss: float
 
 
-_KINDS = StepMetrics, ValidationMetrics, TestMetrics
+@dataclass(frozen=True)
+class SampleMetrics(Metrics):
+    """Text that the network has written after the step `iteration`."""
+
+    sample: str
+
+
+_KINDS = StepMetrics, ValidationMetrics, TestMetrics, SampleMetrics
 _LONGEST_LINE = 2**24  # characters: a damaged file may be one line
 THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
 """Figures of a language model's speed."""
@@ -97,7 +104,8 @@ ON_REQUEST = {
     *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
-    "kept_micro_batches",
+    *("kept_micro_batches", "predicted_memory_bytes"),
+    *("memory_bytes", "memory_growth_bytes", "memory_beyond_prediction_bytes"),
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
     *("wait_s", "communication_share", "scaling_efficiency"),
     *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),
@@ -163,7 +171,7 @@ class StepWriter(ABC):
 
 
 class Sink(Protocol):
-    """Further destination of records."""
+    """Further destination of records, but of those of texts."""
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Take a record. Raises OSError if not all is written: the rest is written before the next record."""
@@ -236,7 +244,7 @@ class MetricsWriter(StepWriter):
         record = metrics.record()
         failed, self._fails = self._fails, False
         told = None
-        for destination in (self._lines, *self._sinks):
+        for destination in (self._lines, *(() if isinstance(metrics, SampleMetrics) else self._sinks)):
             try:
                 if destination is not None:
                     destination.write(record)

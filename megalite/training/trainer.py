@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,8 @@ from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal
+from megalite.data.sampler import Deal, Ranges
+from megalite.entry_points import entry_point
 from megalite.errors import ConfigurationError
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
@@ -38,6 +40,7 @@ from megalite.training.display import Display
 from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
+from megalite.training.left_out import LEFT_OUT, left_out_of
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
@@ -48,6 +51,7 @@ from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
 if TYPE_CHECKING:
+    from megalite.training.alarms import Alarms
     from megalite.training.ledger import Decision
 
 ENDLESS = 2**62
@@ -57,9 +61,10 @@ ENDLESS = 2**62
 class Trainer:
     """Training state of this rank. The loop (loop.py) decides when to step, to evaluate and to save.
 
-    The position in the data and the learning rate depend on `consumed_samples` alone.
+    The position in the data and the learning rate depend on `consumed_samples` alone, and on the samples left out.
 
     Attributes:
+        left_out: samples that the run passes over, which are not consumed.
         decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
 
@@ -114,6 +119,7 @@ class Trainer:
         )
         self.iterations = last_iteration(config, task.batch_size)
         self.iteration = self.consumed_samples = self.skips_in_a_row = 0
+        self.left_out: Ranges = ()
         self.evaluation_left = False
         self.loaded = Loaded()
         self.loss_scale = builder.make_loss_scale(config)
@@ -126,6 +132,7 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
+        self.alarms: Alarms | None = entry_point("alarms")(self) if config.alarms.watches else None
 
     @property
     def network(self) -> nn.ModuleList:
@@ -213,7 +220,8 @@ class Trainer:
         rates = self.rates.at(self.consumed_samples)
         with undone_by_error(gradients.before), self.sections(OPTIMIZER):
             self.return_unused_memory(1)
-            update = self.optimizer.step(rates, loss_scale)
+            judge = None if self.alarms is None else partial(self.alarms.judge, gradients)
+            update = self.optimizer.step(rates, loss_scale, judge)
             self.return_unused_memory(2)
         gradients.undo_forward_if(update.skipped)
         micro_batches = gradients.micro_batches
@@ -222,11 +230,12 @@ class Trainer:
         totals = loss_terms.total_sums(gradients.terms, gradients.sums, self.mesh)
         losses = loss_terms.means(totals, gradients.counts)
         self.empty_terms.add(gradients.counts)
+        overflow = update.skipped and not update.refused
         scale_is_adapting = (  # it is too large still, which is no divergence
-            update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
+            overflow and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
-        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not scale_is_adapting else 0
-        self.loss_scale = self.loss_scale.after(overflow=update.skipped)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if overflow and not scale_is_adapting else 0
+        self.loss_scale = self.loss_scale.after(overflow=overflow)
         self.iteration += 1
         self._skipped = gradients if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += gradients.batch_size
@@ -256,7 +265,8 @@ class Trainer:
 
     def next_deal(self) -> Deal:
         """Return this rank's part of the next step."""
-        return self.deal(self.task.batch_size.at(self.consumed_samples))
+        deal = self.deal(self.task.batch_size.at(self.consumed_samples))
+        return replace(deal, left_out=self.left_out) if self.left_out else deal
 
     def return_unused_memory(self, level: int) -> None:
         """Give cached memory of the device back, if the setting is at least this level."""
@@ -350,6 +360,10 @@ class Trainer:
     def progress(self) -> tuple[TrainingState, dict[str, Any]]:
         """Return the progress and the configuration by section, for a checkpoint of what the optimizer holds now."""
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
+        if self.alarms is not None:
+            config |= self.alarms.saved()
+        if self.left_out:
+            config[LEFT_OUT] = {"ranges": self.left_out}
         return self._training_state(), {**config, **self.shares.saved()}
 
     def _training_state(self) -> TrainingState:
@@ -414,6 +428,9 @@ class Trainer:
             if self.shares.saved() != proved_for:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+            self.left_out = left_out_of(path, described.config)
+            if self.alarms is not None:
+                self.alarms.restore(described.config)
             notes += self._optimizer_notes(path, described.config)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)

@@ -16,7 +16,7 @@ from megalite.inference.generation import generate, next_token_logits
 from megalite.inference.loading import load_network, open_model
 from megalite.inference.network import Network, logits, make_network, score_tokens
 from megalite.inference.sampling import Sampling
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
@@ -67,7 +67,7 @@ def cached(cells: Sequence[Cell], rows: Sequence[Sequence[int]], chunk: int) -> 
 
 def _cached(network: Network, rows: Sequence[Sequence[int]]) -> list[list[Tensor]]:
     found: list[list[Tensor]] = [[] for _ in rows]
-    cache = KeyValueCache(max(map(len, rows)))
+    cache = StageCache(max(map(len, rows)))
     batch, read = list(range(len(rows))), [0] * len(rows)
     while batch:
         to_read = [rows[row][read[row] : read[row] + 1 if read[row] else len(rows[row]) // 2] for row in batch]

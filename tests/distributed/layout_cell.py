@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.block import Recompute
+from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.experts_oracle import Experts
@@ -112,6 +113,7 @@ class Cell:
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
+    pattern: str | None = None  # of layers, each one half of a block, with | between stages; None: of LAYERS blocks
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -182,7 +184,11 @@ class Cell:
     def parts(self) -> list[StageLayers]:
         """Return the layers of each stage, distributed as evenly as possible; with many stages some have none."""
         count = self.stages.count
-        borders = [stage * LAYERS // count for stage in range(count + 1)]
+        if self.pattern is not None and "|" in self.pattern:
+            borders = [0, *itertools.accumulate(map(len, self.pattern.split("|")))]
+            assert len(borders) == count + 1, f"{self}: other stages than the schedule has"
+        else:
+            borders = [stage * layers(self) // count for stage in range(count + 1)]
         return [
             StageLayers(first, stop - first, embedding=stage == 0, loss=stage == count - 1)
             for stage, (first, stop) in enumerate(itertools.pairwise(borders))
@@ -208,7 +214,8 @@ class Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, shares=None, compiled=None, infinity_on=None).on_device()
+        pattern = self.pattern and self.pattern.replace("|", "")
+        return replace(self, **plain, pattern=pattern, shares=None, compiled=None, infinity_on=None).on_device()
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
@@ -218,6 +225,18 @@ class Cell:
         """Return the factors that are not the plainest."""
         changed = {name: value for name, value in vars(self).items() if value != getattr(Cell, name)}
         return ", ".join(f"{name}={value}" for name, value in changed.items())
+
+
+def layers(cell: Cell) -> int:
+    """Return the number of layers."""
+    return LAYERS if cell.pattern is None else len(cell.pattern.replace("|", ""))
+
+
+def expert_layers(cell: Cell) -> tuple[int, ...]:
+    """Return the numbers of the layers with experts; in a pattern, among its feed-forward layers."""
+    if cell.pattern is None:
+        return EXPERT_LAYERS.get(cell.family, ())
+    return tuple(number for number, letter in enumerate(re.sub(r"[*|]", "", cell.pattern)) if letter == "E")
 
 
 def valid(row: Row) -> bool:
@@ -280,7 +299,8 @@ def model_config(cell: Cell) -> ModelConfig:
     llama = cell.family in LLAMAS or gemma
     return ModelConfig(
         **expert_options(cell),
-        num_layers=LAYERS,
+        num_layers=layers(cell),
+        hybrid_layer_pattern=cell.pattern,
         hidden_size=HIDDEN,
         num_attention_heads=heads,
         kv_channels=4,
@@ -323,12 +343,12 @@ def expert_options(cell: Cell) -> dict[str, Any]:
     """Return the options of the layers with experts; none for other families."""
     if cell.family not in EXPERTS:
         return {}
-    experts, layers = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
+    experts, having = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
     groups, chosen, scores = experts.groups or (None, None, None)
     losses = experts.losses if experts.evened_samples is None else {"sinkhorn": 0.0}
     return {
         "num_experts": NUM_EXPERTS[cell.family],
-        "moe_layer_freq": str([int(layer in layers) for layer in range(LAYERS)]),
+        "moe_layer_freq": None if cell.pattern else str([int(layer in having) for layer in range(LAYERS)]),
         "moe_ffn_hidden_size": EXPERT_FFN[cell.family],
         "moe_router_topk": experts.topk,
         "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
@@ -359,7 +379,8 @@ def network(cell: Cell) -> Network:
     plain = cell.family in LLAMAS or gemma
     family = cell.family
     return Network(
-        layers=LAYERS,
+        layers=layers(cell),
+        pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden=HIDDEN,
         heads=heads,
         groups=groups,
@@ -375,7 +396,7 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
-        expert_layers=EXPERT_LAYERS.get(family, ()),
+        expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
         shared_ffn=SHARED_FFN.get(family, 0),
@@ -415,6 +436,8 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.pattern is not None:
+        return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""))
     if cell.family in EXPERTS:
         experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)
         base = replace(cell, family="gpt2" if cell.family == "switch" else "llama")

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.model import LayerSpec, ModelConfig
+from megalite.config.layer_specs import LayerSpec
+from megalite.config.model import ModelConfig
 from megalite.inference.sampling import Sampling
 from tests.distributed.inference_run import cached, generated, order_of_work, scored, whole_weights
 from tests.distributed.layout_cell import LAYERS, SEQUENCE, VOCABULARIES, Cell, oracle
@@ -25,13 +26,14 @@ CELLS = (
     Cell("neox", key_values="mqa", vocabulary="empty"),
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
+    Cell("llama", pattern="-**-*"),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 
 
 def laid_out(layout: str) -> list[Cell]:
     tp, pp = LAYOUTS[layout]
-    return [Cell(c.family, c.key_values, tied=c.tied, vocabulary=c.vocabulary, tp=tp, etp=tp, pp=pp) for c in CELLS]
+    return [replace(cell, tp=tp, etp=tp, pp=pp) for cell in CELLS]
 
 
 @pytest.fixture(autouse=True)

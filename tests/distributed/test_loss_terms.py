@@ -17,10 +17,11 @@ from megalite.config.model import ModelConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.data.sampler import equal_deal
-from megalite.model import block, gpt
+from megalite.model import gpt, layer_kinds
 from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.block import Block, LayerOutput
 from megalite.model.mlp import MLP
+from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -65,8 +66,8 @@ def tokens(micro_batch: MicroBatch) -> Tensor:
 class Routed(MLP):
     """Feed-forward layer with a router after the last product, which only a loss term uses."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
-        super().__init__(context, f"layers.{layer}.mlp", block.feed_forward_sizes(config, config.ffn_size))
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
+        super().__init__(context, f"layers.{layer}.mlp", layer_kinds.feed_forward_sizes(config, config.ffn_size))
         shape, matrices = (3, config.hidden_size), "experts hidden -> 1 experts hidden"
         router = LogicalTensor(f"layers.{layer}.router", shape, Normal(0.5), True, matrices)
         self.router = context.parameter(context.replicated(router))
@@ -82,8 +83,8 @@ class Routed(MLP):
 
 @contextmanager
 def layers_with_terms() -> Iterator[None]:
-    kind = block.FeedForwardKind(Routed, Routed.loss_terms)
-    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(block.FEED_FORWARDS, {"dense": kind}):
+    kind = layer_kinds.LAYER_KINDS["dense"]._replace(make=Routed, loss_terms=Routed.loss_terms)
+    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(layer_kinds.LAYER_KINDS, {"dense": kind}):
         yield
 
 

@@ -113,6 +113,7 @@ def test_a_slow_rank_is_the_others_wait_on_its_axis(ranks: int, axis: str, flags
     figures, *others = rank_pools(ranks).run(waits_for, slow, flags)
     assert all(each == figures for each in others)
     assert figures[f"wait_s/{axis}/max_rank"] != slow
+    assert figures[f"wait_s/{axis}/min_rank"] == slow
     assert figures[f"wait_s/{axis}/max"] > 0.4
     assert figures["wait_s/world/max"] < 0.25  # it is not all that ranks wait for
     assert figures["iteration_time_s/waiting_for_others"] >= figures[f"wait_s/{axis}"]

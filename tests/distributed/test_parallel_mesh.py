@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.stages import Stages
+from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
+
+Spawn = Callable[..., Job]
 
 
 def sums_over(groups: list[tuple[int, ...]], repeats: int) -> list[float]:
@@ -93,3 +98,33 @@ def test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit(rank_pools: 
     waited, sent = rank_pools(2).run_within(60.0, wait_on_a_link)
     assert waited > 0.4
     assert sent < waited
+
+
+CLOSED = """
+import pathlib, sys
+import torch, torch.distributed as dist
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+dist.init_process_group("gloo")
+mesh = ParallelMesh(rank=dist.get_rank(), world_size=4, tensor_parallel_size=2)
+groups = [mesh.group("tp"), mesh.world(), mesh.link(*sorted((mesh.rank, mesh.rank ^ 1)))]
+for group in groups:
+    collectives.all_reduce_(torch.zeros(1), group)
+mesh.close()
+dist.destroy_process_group()
+for group in groups:
+    try:
+        collectives.all_reduce_(torch.zeros(1), group)
+    except (AttributeError, TypeError, ValueError):
+        continue
+    sys.exit("a group of a closed mesh still sums")
+print(*(name for task in pathlib.Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())))
+"""
+
+
+def test_no_thread_of_gloo_is_left_when_a_mesh_is_closed(spawn: Spawn, tmp_path: Path) -> None:
+    """One that frees the tensors of the last collective while Python ends has a finished rank end by SIGABRT."""
+    (tmp_path / "entry.py").write_text(CLOSED)
+    job = spawn([tmp_path / "entry.py"], world_size=4)
+    assert job.wait() == [0] * 4, [job.stderr(rank) for rank in range(4)]
+    assert [job.stdout(rank) for rank in range(4)] == ["\n"] * 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.data.routing_records import RoutingRecords
 from megalite.model.batch import LayerContext, MicroBatch
-from megalite.model.block import FEED_FORWARDS
+from megalite.model.layer_kinds import LAYER_KINDS
 from megalite.model.router import Router
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
@@ -68,7 +68,7 @@ def routed(options: dict[str, Any], tables: list[str], folder: Path, equal: bool
         router.weight.data.zero_()
     # Of the four samples, one is whole, one ends in its second chunk, one after its first token, and one is padding.
     padding = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [6], [1], [0]])
-    terms = FEED_FORWARDS["moe"].loss_terms(config, context)
+    terms = LAYER_KINDS["moe"].loss_terms(config, context)
     micro_batches, places, kept, sums = [], [], [], dict.fromkeys((term.name for term in terms), torch.tensor(0.0))
     for number, table in enumerate(tables):
         layout = SequenceLayout.cut(LENGTH, TABLES[table] if cp > 1 else ((0,),), mesh.coordinate("cp"))

@@ -40,7 +40,10 @@ LLAMA = (
 )
 FAMILIES: Mapping[str, tuple[str, ...]] = {"gpt2": GPT2, "llama": LLAMA}
 
-_OF_THE_MACHINE = ("time", "per_second", "tflops", "mfu", "memory", "kept_micro_batches")
+_OF_THE_MACHINE = (
+    *("time", "per_second", "tflops", "mfu", "memory", "kept_micro_batches"),
+    *("wait_s", "communication_share", "scaling_efficiency"),
+)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,17 @@ import os, runpy, sys
 from megalite.model.attention import Attention
 from megalite.model.gpt import GPT
 
-attend, network = Attention.forward, GPT.forward
+begin, attend, network = Attention.__init__, Attention.forward, GPT.forward
 first, last = map(int, os.environ["SAMPLES"].split())
 rank, where = os.environ["RANK"], os.environ["WHERE"]
 
 def spoil(output, key, own=True):
     amiss = own and rank == os.environ["ON_RANK"] and first <= key.samples[0] <= last
     return output + float("nan") if amiss else output
+
+def make(self, *given, layer=0, **options):
+    begin(self, *given, layer=layer, **options)
+    self.layer = layer
 
 def attention(self, hidden, context):
     own = where == "attention" and self.layer == 1
@@ -35,7 +39,7 @@ def loss(self, inputs, micro_batch):
     spoiled = {name: spoil(term, micro_batch.key, where == "loss") for name, term in output.terms.items()}
     return output._replace(terms=spoiled)
 
-Attention.forward, GPT.forward = attention, loss
+Attention.__init__, Attention.forward, GPT.forward = make, attention, loss
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -16,7 +16,9 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
+from tests.extras.alarms import test_alarms
 from tests.extras.chaos import test_chaos
+from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
@@ -113,8 +115,20 @@ def test_a_flipped_bit_is_found(rank_pools: RankPools) -> None:
         assert len(course.bits) == 2
 
 
+def test_a_wrong_sum_of_gradients_is_found(rank_pools: RankPools) -> None:
+    for course in rank_pools(2).run(
+        gradient_run.train, f"{gradient_run.SYNC} 1", 3, gradient_run.Wrong("gather", 1, 2)
+    ):
+        assert "have different gradients along dp" in course.error
+        assert (len(course.bits), course.code) == (1, 93)
+
+
+def test_a_run_goes_back_from_a_spike(rank_pools: RankPools, tmp_path: Path) -> None:
+    test_alarms.test_a_run_that_goes_back_is_one_without_the_samples("dp2", rank_pools, tmp_path)
+
+
 def test_a_run_has_a_report(tmp_path: Path) -> None:
-    write_run(tmp_path, [step(1), step(2, skipped=True), validation(2, 3.5)])
+    write_run(tmp_path, [step(1), step(2, skipped=True, grad_norm="NaN"), validation(2, 3.5)])
     found = json.loads(run_tool("report", tmp_path, "--json").stdout)
     assert found["runs"][0]["facts"]["best_valid_loss"] == 3.5
     assert run_tool("report", tmp_path).code == 0

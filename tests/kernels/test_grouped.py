@@ -18,7 +18,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.extras.planner.recording import Recorder
 from megalite.model.batch import LayerContext
-from megalite.model.block import make_moe
+from megalite.model.layer_kinds import make_moe
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.context import ParallelContext

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.model.batch import MicroBatch, first_keys, first_visible
-from megalite.model.block import Recompute
+from megalite.model.recompute import Recompute
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.randomness import RandomKey

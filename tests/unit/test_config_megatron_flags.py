@@ -53,7 +53,10 @@ def test_every_option_has_exactly_one_fate() -> None:
 
 
 def test_the_tables_name_no_flag_that_megatron_lacks() -> None:
-    assert set(megatron_flags.names()) - set(ARITY) == {"tp", "pp", "cp", "ep", "etp"}
+    assert set(megatron_flags.names()) - set(ARITY) == {
+        *("tp", "pp", "cp", "ep", "etp"),
+        "check-for-nan-in-loss-and-grad",  # Megatron-LM has its negation alone, and the field
+    }
 
 
 def test_fields_take_as_many_values_as_their_options() -> None:
@@ -169,6 +172,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--checkpoint-activations", "recompute_method", "uniform"),
         ("--checkpoint-activations", "recompute_num_layers", 1),
         ("--no-delay-grad-reduce", "align_grad_reduce", False),
+        ("--check-for-nan-in-loss-and-grad", "on_not_finite", "end"),
         ("--no-pin-cpu-grads", "pin_cpu_grads", False),
         ("--no-pin-cpu-params", "pin_cpu_params", False),
     ],

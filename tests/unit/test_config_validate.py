@@ -516,7 +516,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--mlp-chunks-for-training 2 --num-experts 4",
-            "--mlp-chunks-for-training 2 changes nothing where all layers have experts: leave it out; "
+            "--mlp-chunks-for-training 2 changes nothing where no layer is dense: leave it out; "
             "--recompute-granularity selective --recompute-modules moe saves their memory",
         ),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),

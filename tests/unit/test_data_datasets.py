@@ -98,16 +98,16 @@ def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], 
 
 def test_a_blend_of_too_many_is_refused() -> None:
     with pytest.raises(DataError, match="a blend of 32768 prefixes: at most 32767"):
-        BlendedDataset([[1]] * 2**15, [1.0] * 2**15, 5, IndexCache(), "unused")
+        BlendedDataset([[1]] * 2**15, [1.0] * 2**15, 5, IndexCache(), ["unused"])
 
 
 def test_a_blend_that_draws_too_little_names_the_flag(tmp_path: Path) -> None:
     datasets: Any = [[1] * 5, [1] * 4]
-    BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), str(tmp_path / "a"))
+    BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), [str(tmp_path / "a")])
     with pytest.raises(
         DataError, match=r"needs 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
     ):
-        BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), str(tmp_path / "a"))
+        BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), [str(tmp_path / "a")])
 
 
 def test_blend_gives_samples_in_proportion(tmp_path: Path) -> None:

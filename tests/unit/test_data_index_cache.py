@@ -392,7 +392,7 @@ def test_blends_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
     parts = [[np.array([10 * part + n]) for n in range(9)] for part in range(3)]
 
     def build(cache: IndexCache, case: tuple[list[float] | None, int]) -> BlendedDataset[np.ndarray]:
-        return BlendedDataset(parts, *case, cache, str(tmp_path / "tokens"))
+        return BlendedDataset(parts, *case, cache, [str(tmp_path / "tokens")])
 
     cases = [([1.0, 2.0, 3.0], 8), ([3.0, 2.0, 1.0], 8), ([1.0, 2.0, 3.0], 9), (None, 8)]
     assert_kept_apart(build, cases, tmp_path)

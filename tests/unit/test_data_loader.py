@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from megalite.data.fields import FieldsDataset
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.sampler import GlobalBatchSize, equal_deal
+from megalite.data.sampler import GlobalBatchSize, equal_deal, sample_at
 from megalite.errors import DataError
+from megalite.training.ledger import ranges
 from tests.harness.dealt import Dealt
 
 
@@ -40,6 +42,41 @@ def test_samples_are_megatrons() -> None:
     """16 samples, 4 consumed, micro-batches of 2 on 2 ranks, as Megatron-LM's sampler gives them."""
     ranks = [[list(samples) for samples in equal_deal(rank, 2, 6).samples(4, 2)] for rank in range(2)]
     assert ranks == [[[4, 5], [8, 9], [12, 13]], [[6, 7], [10, 11], [14, 15]]]
+
+
+@given(st.sets(st.integers(0, 60), max_size=20), st.integers(0, 30), st.integers(1, 3), st.integers(1, 3))
+def test_samples_left_out_are_passed_over(left_out: set[int], consumed: int, micro: int, ranks: int) -> None:
+    """The others are taken in order, each by one rank, and from the first one again where there are no more."""
+    data = range(70)
+    rest = [sample for sample in data if sample not in left_out]
+    deals = [replace(equal_deal(rank, ranks, 2 * ranks), left_out=ranges(left_out)) for rank in range(ranks)]
+    turns = zip(*(deal.samples(consumed, micro, data) for deal in deals), strict=True)
+    taken = [sample for turn in turns for samples in turn for sample in samples]
+    assert taken == [rest[place % len(rest)] for place in range(consumed, consumed + 2 * micro * ranks)]
+    assert sample_at(consumed, ranges(left_out)) == [each for each in range(200) if each not in left_out][consumed]
+
+
+def test_a_run_beyond_all_samples_is_refused_whatever_is_left_out() -> None:
+    with MicroBatchLoader(FieldsDataset(mock(40), 49), micro_batch_size=2, vocab_size=50) as batches:
+        for left_out in ((), [(4, 7)], [(0, 39)]):
+            deal = replace(equal_deal(0, 1, 2), left_out=left_out)
+            with pytest.raises(DataError, match="the dataset is for a shorter run"):
+                batches.micro_batches(40, deal)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_left_out_are_not_read_ahead(num_workers: int) -> None:
+    """They may be left out after they were read ahead. A loader of 40 samples without 8 begins again at 32."""
+    dataset, deal = mock(40), equal_deal(0, 1, 2)
+    fields = FieldsDataset(dataset, 49)
+    with MicroBatchLoader(fields, micro_batch_size=2, vocab_size=50, num_workers=num_workers) as batches:
+        batches.micro_batches(0, deal)
+        without = replace(deal, left_out=[(4, 7), (20, 23)])
+        for consumed, wanted in ((4, [8, 9, 10, 11]), (14, [18, 19, 24, 25]), (30, [38, 39, 0, 1])):
+            loaded = batches.micro_batches(consumed, without)
+            assert [sample for batch in loaded for sample in batch["sample_ids"]] == wanted
+            rows = np.concatenate([batch["tokens"] for batch in loaded])
+            assert np.array_equal(rows, np.stack([dataset[sample][:-1] for sample in wanted]))
 
 
 def loader(

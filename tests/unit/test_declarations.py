@@ -13,11 +13,11 @@ from megalite.config.model import ModelConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import StageLayers
 from megalite.config.validate import resolve
-from megalite.model import block
-from megalite.model.block import Recompute
+from megalite.model import layer_kinds
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.model.mlp import MLP
+from megalite.model.recompute import Recompute
 from megalite.parallel import placement
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import set_initial_values
@@ -36,8 +36,8 @@ OUT, BACK = "out", "back"
 class Sending(MLP):
     """A feed-forward with a term of the loss, whose rows go to other ranks and come back."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
-        super().__init__(context, f"layers.{layer}.mlp", block.feed_forward_sizes(config, config.ffn_size))
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
+        super().__init__(context, f"layers.{layer}.mlp", layer_kinds.feed_forward_sizes(config, config.ffn_size))
         self.inside = [Inside(OUT, f"layer {layer}"), Inside(BACK, f"layer {layer}")]
 
     @staticmethod
@@ -47,8 +47,8 @@ class Sending(MLP):
 
 @pytest.fixture(autouse=True)
 def sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = block.FeedForwardKind(Sending, Sending.loss_terms)
-    monkeypatch.setitem(block.FEED_FORWARDS, "dense", kind)  # type: ignore[arg-type]
+    kind = layer_kinds.LAYER_KINDS["dense"]._replace(make=Sending, loss_terms=Sending.loss_terms)
+    monkeypatch.setitem(layer_kinds.LAYER_KINDS, "dense", kind)  # type: ignore[arg-type]
 
 
 def stage(part: StageLayers | None = None, recompute: Recompute | None = None) -> GPT:

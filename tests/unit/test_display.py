@@ -81,11 +81,13 @@ def test_a_loss_scale_is_shown() -> None:
     """Show skipped steps of --fp16, which occur until the loss scale is small enough."""
     stream = io.StringIO()
     with Display(100, 50, stream=stream) as display:
-        display.step(replace(step(1), loss_scale=65536.0, skipped=True))
+        display.step(replace(step(1), loss_scale=65536.0, skipped=True, grad_norm=math.inf))
         display.step(step(50))
-    first, second = stream.getvalue().splitlines()
+        display.step(replace(step(51), skipped=True))  # refused by an alarm
+    first, second, third = stream.getvalue().splitlines()
     assert first.endswith("| loss scale 65,536 | skipped: not finite")
     assert "scale" not in second
+    assert third.endswith("ms | skipped")
 
 
 def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:

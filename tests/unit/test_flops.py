@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
-from megalite.config.model import LayerSpec
+from megalite.config.layer_specs import LayerSpec
 from megalite.tasks.flops import flops_per_token, peak_flops
 
 

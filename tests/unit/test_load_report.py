@@ -26,6 +26,11 @@ def test_equal_flags_need_no_word() -> None:
     assert differences(saved(CONFIG), CONFIG) == ()
 
 
+def test_the_state_of_a_run_is_no_option() -> None:
+    state = {"left_out_samples": {"ranges": [[0, 3]]}, "alarm_history": {"losses": [1.0], "norms": []}}
+    assert differences({**saved(CONFIG), **state, "data_parallel_shares": {"micro_batches": [1]}}, CONFIG) == ()
+
+
 def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
     before = saved(CONFIG)
     before["data"] |= {"data_path": ["c"], "seq_length": 16, "split": "1", "num_workers": 9, "reset_position_ids": True}
@@ -33,6 +38,7 @@ def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
     before["optimizer"] |= {"lr": 1.0, "lr_decay_iters": 5, "optimizer_backend": "apex"}
     before["model"] |= {"hidden_dropout": 0.5, "init_method_std": 1.0}
     before["parallel"] |= {"tensor_model_parallel_size": 8}
+    before["alarms"] |= {"spiky_loss_policy": "skip"}
     before["synchronization"] |= {"gradient_compression": ["int8"], "all_reduce_algorithm": "ring"}
     lines = {line.removeprefix("note: --").partition(" in the run")[0] for line in differences(before, CONFIG)}
     assert lines == {
@@ -46,6 +52,7 @@ def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
         "lr is 0.1 here, and was 1.0",
         "lr-decay-iters is unset here, and was 5",
         "gradient-compression is none here, and was int8",
+        "spiky-loss-policy is log here, and was skip",
     }
 
 

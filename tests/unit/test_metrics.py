@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from megalite.storage import open_directory
 from megalite.training.metrics import (
     MetricsWriter,
     Recorded,
+    SampleMetrics,
     StepMetrics,
     ValidationMetrics,
+    Value,
     has_test_loss,
+    read_records,
     truncate_after,
 )
 from tests.harness.object_store import ObjectStore
@@ -181,3 +185,19 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: not a regular file, but a pipe.*--metrics-path"):
         MetricsWriter(path)
     assert path.is_fifo()
+
+
+def test_sinks_get_figures_and_no_texts(tmp_path: Path) -> None:
+    class Kept(list[Mapping[str, Value]]):
+        def write(self, record: Mapping[str, Value]) -> None:
+            self.append(record)
+
+        def close(self) -> None:
+            pass
+
+    sink, path = Kept(), tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, open_sinks=lambda: [sink]) as writer:
+        writer.write(ValidationMetrics(1, 4, 64, 3.0))
+        writer.write(SampleMetrics(1, 4, 64, 'two\nlines of "text"\x00 \N{SNOWMAN}'))
+    assert [list(record) for record in sink] == [["iteration", "consumed_samples", "consumed_tokens", "valid_loss"]]
+    assert [record.get("sample") for record in read_records(path)] == [None, 'two\nlines of "text"\x00 \N{SNOWMAN}']

@@ -30,7 +30,7 @@ def step(iteration: int, loss: float) -> StepMetrics:
 
 
 def test_every_key_that_is_written_is_explained_and_no_other() -> None:
-    kinds = StepMetrics, ValidationMetrics, metrics.TestMetrics
+    kinds = StepMetrics, ValidationMetrics, metrics.TestMetrics, metrics.SampleMetrics
     written = {field.name for kind in kinds for field in fields(kind)} - {"losses", "throughput", "extra"}
     written |= OF_TERMS | metrics.ON_REQUEST | {BUSIEST, "wall_time", "valid_perplexity"} | TIMING.figures().keys()
     parts = {key.split("/")[0] for key in explained() if "/" in key}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext, MicroBatch
-from megalite.model.block import make_moe
+from megalite.model.layer_kinds import make_moe
 from megalite.model.moe import MoE
 from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed

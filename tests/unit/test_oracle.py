@@ -80,7 +80,7 @@ def test_it_is_short_and_imports_torch_alone() -> None:
     assert imported(tests.dropout_rule) == {"__future__", "collections", "dataclasses", "functools", "torch"}
     experts = {"__future__", "collections", "dataclasses", "math", "torch"}
     assert imported(tests.experts_oracle) == experts
-    assert len(Path(tests.oracle.__file__).read_text().splitlines()) <= 290
+    assert len(Path(tests.oracle.__file__).read_text().splitlines()) <= 300
 
 
 def imported(module: ModuleType) -> set[str]:
@@ -128,7 +128,7 @@ def test_gpt2_block_is_torchs_encoder_layer(activation: str) -> None:
     )
     hidden, visible = random(BATCH, SEQUENCE, HIDDEN), torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
     expected = layer(hidden, src_mask=~visible, is_causal=True)
-    actual = oracle.block(weights, 0, hidden, batch()[1], visible)
+    actual = oracle.block(weights, (0, 0), hidden, batch()[1], visible)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -158,7 +158,7 @@ def test_llama_block_is_torchs_parts(groups: int) -> None:
     expected = hidden + torch.einsum("bhsd,ihd->bsi", context, own["attention.output"])
     gate, up = torch.einsum("bsi,cfi->cbsf", norm("mlp_norm", expected), own["mlp.gate_up"])
     expected = expected + (gate * torch.sigmoid(gate) * up) @ own["mlp.down"].T
-    actual = LLAMA.block(weights, 0, hidden, positions, visible)
+    actual = LLAMA.block(weights, (0, 0), hidden, positions, visible)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -211,10 +211,10 @@ def test_sandwich_norms_fix_the_size_of_what_a_layer_adds() -> None:
     small = {
         f"layers.0.{part}_output_norm.weight": torch.full((HIDDEN,), 1e-6).double() for part in ("attention", "mlp")
     }
-    actual = LLAMA.block(weights | small, 0, hidden, batch()[1], visible)
+    actual = LLAMA.block(weights | small, (0, 0), hidden, batch()[1], visible)
     assert (actual - hidden).norm() == pytest.approx(2**0.5 * 1e-6 * hidden.numel() ** 0.5, rel=0.2)
     large = {name: weight * 1e6 for name, weight in weights.items() if name.endswith(("attention.output", "down"))}
-    grown = LLAMA.block(weights | small | large, 0, hidden, batch()[1], visible)
+    grown = LLAMA.block(weights | small | large, (0, 0), hidden, batch()[1], visible)
     torch.testing.assert_close(grown, actual, rtol=1e-9, atol=1e-9)
 
 

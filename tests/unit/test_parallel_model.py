@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.model import LayerSpec, ModelConfig
+from megalite.config.layer_specs import LayerSpec
+from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
-from megalite.model.block import Recompute, make_norm
 from megalite.model.gpt import GPT, messages
 from megalite.model.head import LossConfig
+from megalite.model.layer_kinds import make_norm
+from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh

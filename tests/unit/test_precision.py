@@ -22,9 +22,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
 from megalite.model.batch import LayerContext, MicroBatch
-from megalite.model.block import make_norm
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
+from megalite.model.layer_kinds import make_norm
 from megalite.model.rotary import rotary_tables
 from megalite.model.router import Z_LOSS, Router
 from megalite.optim.buckets import DataParallel, make_buckets

@@ -28,8 +28,8 @@ def test_shares_of_a_step_are_of_work_and_of_what_even_the_busiest_rank_waits() 
     figures = Timing([FAST, FAST, SLOW, FAST], ["n0"] * 4, waits, [3.0, 9.0, 1.0, 9.0]).figures()
     assert figures["communication_share"] == pytest.approx(0.004 / 0.037)
     assert figures["scaling_efficiency"] == pytest.approx((3 * 0.013 / 0.038 + 0.033 / 0.037) / 4)
-    assert [figures[f"wait_s/dp{name}"] for name in ("", "/max", "/max_rank")] == [0.0225, 0.025, 0.0]
-    assert [figures[f"wait_s/world{name}"] for name in ("", "/max", "/max_rank")] == [0.0, 0.005, 3.0]
+    assert [figures[f"wait_s/dp{name}"] for name in ("", "/max", "/max_rank", "/min_rank")] == [0.0225, 0.025, 0.0, 2.0]
+    assert [figures[f"wait_s/world{name}"] for name in ("", "/max", "/max_rank", "/min_rank")] == [0.0, 0.005, 3.0, 0.0]
     assert [figures[f"peak_memory_bytes/{name}"] for name in ("max", "max_rank")] == [9.0, 1.0]
     on_gpus = Timing([FAST, SLOW], ["n0"] * 2, shows_waits=False).figures()
     assert not {"communication_share", "scaling_efficiency"} & on_gpus.keys()

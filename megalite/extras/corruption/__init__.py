@@ -1,1 +1,1 @@
-"""Search for silent corruption: hashes of the weights that ranks share, and gradients that are computed twice."""
+"""Search for silent corruption: hashes of weights that ranks share, and gradients that are computed or summed twice."""

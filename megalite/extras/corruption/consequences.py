@@ -18,6 +18,9 @@ from megalite.run.copies import Copies
 from megalite.run.corruption import SICK_NODES
 from megalite.storage import AnyPath, write_atomically
 
+_SHOWN = 8
+"""The most ranks in a message."""
+
 
 class SilentCorruptionError(MegaliteError):
     """Replicas have different numbers. The message names ranks, nodes, and the checkpoints that may be wrong."""
@@ -41,7 +44,7 @@ class Finding:
     ranks: Sequence[int]
     """Ranks that are wrong; empty if it is not known which of several are."""
     agreed: int
-    """Last step whose weights were found to be right."""
+    """Last step whose weights were found to be right; 0: none is known to be."""
 
 
 class Consequences:
@@ -64,7 +67,7 @@ class Consequences:
         if goes_back and self._copies is not None:
             self._copies.drop_after(agreed)
         suspect, newest = all_gather_json(told, self._mesh)[0]
-        text = f"{finding.what}. Steps after {agreed} may be wrong"
+        text = f"{finding.what}. {f'Steps after {agreed}' if agreed else 'All steps so far'} may be wrong"
         if suspect:
             text += f", and so may {suspect}"
         if not goes_back:
@@ -97,3 +100,10 @@ class Consequences:
         if goes_back and suspect and newest is not None:
             write_atomically(directory / TRACKER, f"{newest}\n".encode())
         return [", ".join(suspect) or None, None if newest is None else str(newest)]
+
+
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return these ranks in words, with their nodes. `hosts`: the node of each rank."""
+    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"

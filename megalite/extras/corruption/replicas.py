@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +21,9 @@ _SHOWN = 4
 
 Row = tuple[int, int, bool]
 """Report of a rank on a bucket: the number of what it holds, its hash, and whether it has changed between updates."""
+
+Parts = Iterable[tuple[str, Tensor]]
+"""Parts of logical tensors, by name."""
 
 Hashes = tuple[int, int]
 """Hashes of a bucket's weights, and of this rank's part of the optimizer's state of it."""
@@ -48,7 +51,9 @@ class SharedWeights:
         self._mesh, self._optimizer = mesh, optimizer
         self._hash = BitHash(mesh.device)
         self._buckets = [*optimizer.buckets, *optimizer.frozen]
-        self._numbers = [_number(bucket, mesh.rank, deterministic=deterministic) for bucket in self._buckets]
+        self._numbers = [
+            number_of(bucket, _held(bucket)[1:], mesh.rank, deterministic=deterministic) for bucket in self._buckets
+        ]
 
     def hashes(self) -> list[Hashes]:
         """Return the hashes of each bucket on this rank."""
@@ -74,26 +79,35 @@ class SharedWeights:
             return judge(all_gather_json(rows, self._mesh))
 
     def names(self, differences: Mapping[int, Difference]) -> list[str]:
-        """Return the names of some of the parameters that differ. Called by all ranks together.
+        """Return the names of some of the parameters that differ. Called by all ranks together."""
+        buckets = zip(self._numbers, self._buckets, strict=True)
+        own = {number: parts(bucket, *_held(bucket)) for number, bucket in buckets}
+        return differing(differences, own, self._hash, self._mesh)
 
-        Of a bucket that no other rank has, all names.
-        """
-        found: list[dict[str, list[tuple[str, int]]]] = all_gather_json(
-            {
-                str(number): [(name, int(self._hash.of(part))) for name, part in _parts(bucket)]
-                for number, bucket in zip(self._numbers, self._buckets, strict=True)
-                if number in differences
-            },
-            self._mesh,
-        )
-        names: dict[str, None] = {}
-        for number, difference in differences.items():
-            held = [each[str(number)] for each in found if str(number) in each]
-            for same in zip(*held, strict=True):
-                if len({value for _, value in same}) > 1 or not difference.others:
-                    names[same[0][0]] = None
-        more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-        return [*list(names)[:_SHOWN], *more]
+
+def differing(
+    differences: Mapping[int, Difference], own: Mapping[int, Parts], bit_hash: BitHash, mesh: ParallelMesh
+) -> list[str]:
+    """Return the names of some of the parameters that differ. Called by all ranks together.
+
+    `own`: what this rank holds, by its number. Of what no other rank has, all names are returned.
+    """
+    found: list[dict[str, list[tuple[str, int]]]] = all_gather_json(
+        {
+            str(number): [(name, int(bit_hash.of(part))) for name, part in held]
+            for number, held in own.items()
+            if number in differences
+        },
+        mesh,
+    )
+    names: dict[str, None] = {}
+    for number, difference in differences.items():
+        held = [each[str(number)] for each in found if str(number) in each]
+        for same in zip(*held, strict=True):
+            if len({value for _, value in same}) > 1 or not difference.others:
+                names[same[0][0]] = None
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return [*list(names)[:_SHOWN], *more]
 
 
 @contextmanager
@@ -138,9 +152,11 @@ def _held(bucket: ParameterBucket) -> tuple[Tensor, int, int]:
     return bucket.parameters, 0, bucket.length
 
 
-def _number(bucket: ParameterBucket, rank: int, *, deterministic: bool) -> int:
-    """Return the number of what a rank holds of a bucket: the same on all ranks that hold the same."""
-    _, start, stop = _held(bucket)
+def number_of(bucket: ParameterBucket, held: tuple[int, int], rank: int, *, deterministic: bool) -> int:
+    """Return the number of what a rank holds of a bucket: the same on all ranks that hold the same.
+
+    `held`: the range in the bucket.
+    """
     record = bucket.slots[0].parameter.sharding
     # Ranks of one replica that each compute the whole gradient have the same one only if kernels are deterministic.
     own = 0 if deterministic or bucket.layout.frozen or record.grad_is_partial else record.replica_ranks.index(rank)
@@ -149,7 +165,7 @@ def _number(bucket: ParameterBucket, rank: int, *, deterministic: bool) -> int:
         for slot in bucket.slots
         for piece in slot.parameter.sharding.pieces
     ]
-    text = repr((pieces, start, stop, str(bucket.parameters.dtype), own))
+    text = repr((pieces, *held, str(bucket.parameters.dtype), own))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
 
@@ -160,7 +176,7 @@ def _state(segment: Segment) -> Iterator[Tensor]:
     yield from segment.tensors.values()
 
 
-def _parts(bucket: ParameterBucket) -> Iterator[tuple[str, Tensor]]:
-    values, start, stop = _held(bucket)
+def parts(bucket: ParameterBucket, values: Tensor, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of logical tensors in the range [start, stop) of a bucket, whose values these are."""
     for name, low, high in bucket.layout.pieces(start, stop):
         yield name, values[low - start : high - start]

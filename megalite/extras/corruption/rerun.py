@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -123,7 +123,8 @@ class Reruns:
         shares, batch_size = trainer.shares, trainer.task.batch_size.at(consumed_samples)
         rank = (shares.rank + shift * self.replicas.block) % shares.ranks
         number = batch_size // trainer.config.training.micro_batch_size
-        micro_batches = trainer.loader.micro_batches(consumed_samples, equal_deal(rank, shares.ranks, number))
+        deal = replace(equal_deal(rank, shares.ranks, number), left_out=trainer.left_out)
+        micro_batches = trainer.loader.micro_batches(consumed_samples, deal)
         with self._reduced_by(digest, silent=True), trainer.unchanged():
             gradients = trainer.forward_backward(micro_batches)
             for accumulator in self._accumulators():
@@ -179,6 +180,10 @@ class _Watched(Reduction):
         """Wrap one. `silent`: send nothing."""
         super().__init__(inner.spec, inner.groups)
         self._inner, self._digest, self._silent = inner, digest, silent
+
+    def begin_step(self, updates: int, loss_scale: float) -> None:
+        if not self._silent:
+            self._inner.begin_step(updates, loss_scale)
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
         self._digest.add(gradients)

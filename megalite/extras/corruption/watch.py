@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import NoReturn
 
 from megalite.errors import ConfigurationError
-from megalite.extras.corruption.consequences import Consequences, Finding
+from megalite.extras.corruption.consequences import Consequences, Finding, named
+from megalite.extras.corruption.gradient_sync import GradientSync
 from megalite.extras.corruption.replicas import Difference, SharedWeights
 from megalite.extras.corruption.rerun import Judgement, Reruns, Result, judge
 from megalite.parallel.collectives import all_gather_json
@@ -14,9 +16,6 @@ from megalite.process.host import host_name
 from megalite.run.copies import Copies
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-
-_SHOWN = 8
-"""The most ranks in a message."""
 
 
 class CorruptionWatch:
@@ -45,6 +44,9 @@ class CorruptionWatch:
         self._agreed = last_checked(trainer.iteration, self._hash_interval)
         self._verified = last_checked(trainer.iteration, self._rerun_interval)
         self._consumed = trainer.consumed_samples
+        if (interval := config.check_gradient_sync_interval) is not None:
+            sums = GradientSync(trainer, interval, self._hosts, deterministic=deterministic)
+            trainer.optimizer.before_update = partial(self._check_sums, sums)
 
     def step(self) -> StepMetrics:
         """Run a step of the trainer, with the checks that are due, before its update.
@@ -90,6 +92,11 @@ class CorruptionWatch:
             "model, its weights or its data, and not of a device"
         )
 
+    def _check_sums(self, sums: GradientSync) -> None:
+        """Check complete gradients, if that is due. Raises SilentCorruptionError, before the update."""
+        if (finding := sums.finding(self._agreed)) is not None:
+            raise self._consequences.end(finding, self._hosts)
+
     def _judge_again(self, results: list[Result]) -> tuple[Judgement, list[Result]]:
         """Compute the step again, on the same replicas and, if there is one, on a third one."""
         assert self._reruns is not None
@@ -112,12 +119,12 @@ class CorruptionWatch:
                 )
                 if own != right
             )
-            what = f"{self._named(ranks := list(dict.fromkeys(ranks)))} computed wrong gradients"
+            what = f"{named(ranks := list(dict.fromkeys(ranks)), self._hosts)} computed wrong gradients"
             what += ", and right ones" if judgement.kind == "transient" else ", more than once"
             what += " when they were computed again, as another replica did"
         else:
             ranks = [rank for replica in judgement.replicas for rank in replicas[replica]]
-            what = f"{self._named(ranks)} computed different gradients of the same micro-batches, "
+            what = f"{named(ranks, self._hosts)} computed different gradients of the same micro-batches, "
             what += "and each the same ones again" if judgement.kind == "sticky" else "and others again"
             what += ", so it is not known which of them is wrong"
         alone = judgement.is_certain and len({self._hosts[rank] for rank in ranks}) == 1
@@ -139,16 +146,11 @@ class CorruptionWatch:
             what, why = "has weights or state that have changed between two updates", "memory changed"
         elif certain:
             others = sorted({rank for each in certain for rank in each.others})
-            what, why = f"has other weights than {self._named(others)}", "weights differ from those of replicas"
+            what, why = f"has other weights than {named(others, self._hosts)}", "weights differ from those of replicas"
         else:
             what, why = "have different weights, and it is not known which of them is wrong", ""
-        text = f"before the update of step {number}, {self._named(wrong)} {what}: {names}"
+        text = f"before the update of step {number}, {named(wrong, self._hosts)} {what}: {names}"
         return Finding(text, why, number, wrong if certain else (), self._agreed)
-
-    def _named(self, ranks: Sequence[int]) -> str:
-        shown = ", ".join(f"{rank} ({self._hosts[rank]})" for rank in ranks[:_SHOWN])
-        more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-        return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 def last_checked(iteration: int, interval: int | None) -> int:

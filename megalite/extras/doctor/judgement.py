@@ -17,9 +17,8 @@ from megalite.extras.doctor.network import examine_network
 from megalite.extras.doctor.reports import Found
 from megalite.extras.doctor.run_directory import examine_run_directory
 from megalite.process import output
-from megalite.process.output import say
+from megalite.process.output import in_words, say
 from megalite.process.place import ranks_by_value, ranks_text
-from megalite.tasks.memory import in_words
 
 Row = Sequence[str]
 

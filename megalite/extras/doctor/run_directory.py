@@ -20,8 +20,8 @@ from megalite.config.synchronization import SynchronizationConfig
 from megalite.extras.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
+from megalite.process.output import in_words
 from megalite.storage import AnyPath, write_atomically
-from megalite.tasks.memory import in_words
 from megalite.training.builder import make_chunks, make_plan, make_stages
 from megalite.training.data import open_tokenizer, vocab_size
 

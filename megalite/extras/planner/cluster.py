@@ -146,7 +146,7 @@ _NUMBERS = tuple(each.name for each in fields(Gpu) if each.type == "float")
 _MAY_BE_ZERO = frozenset({"alpha", "half", "reserved", "kernel", "launch"})
 
 
-def find_cluster(name: str) -> Cluster:
+def find_cluster(name: str, flag: str = "--cluster") -> Cluster:
     """Return a cluster by the name of a cluster or of a GPU in clusters.toml, or by the path of a file.
 
     Raises:
@@ -159,7 +159,7 @@ def find_cluster(name: str) -> Cluster:
         return _cluster({"gpu": name}, name, f"{_FILE.name} gpu.{name}")
     if not Path(name).is_file():
         names = ", ".join([*known["cluster"], *known["gpu"]])
-        raise ConfigurationError(f"--cluster {shown(name)}: neither a file nor one of {names}")
+        raise ConfigurationError(f"{flag} {shown(name)}: neither a file nor one of {names}")
     return _cluster(_table(Path(name)), Path(name).stem, name)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from megalite.extras.planner.dry_run import DryRun
 from megalite.extras.planner.records import Message, Operation, Work
+from megalite.process.output import in_words
 from megalite.process.place import ranks_text
-from megalite.tasks.memory import in_words
 
 SHOWN = 12
 """Most lines of a list in the text."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import RunConfig
-from megalite.config.model import LayerSpec
+from megalite.config.layer_specs import LayerSpec
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.layouts import Layout
 from megalite.extras.planner.memory import Element

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megalite.config import RunConfig
+from megalite.config import ModelConfig, RunConfig
+from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
+from megalite.errors import ConfigurationError
 from megalite.extras.planner.dry_run import META, dry_micro_batch
 from megalite.extras.planner.recording import Recorder
 from megalite.extras.planner.records import PartRecord, Update, Work
@@ -24,6 +26,7 @@ from megalite.optim.layout import unique_parameters
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
+from megalite.small_files import shown
 from megalite.torch_internals import run_backward
 from megalite.training import builder
 
@@ -41,6 +44,15 @@ class Parts:
     """The final norm, the output layer and the loss."""
 
 
+def refuse_pattern(model: ModelConfig) -> None:
+    """Raise ConfigurationError for a network with a pattern: records and bounds are of whole blocks."""
+    if (pattern := model.hybrid_layer_pattern) is not None:
+        raise ConfigurationError(
+            f"{PATTERN_FLAG} {shown(pattern)}: the planner knows only blocks of attention and a feed-forward layer; "
+            "--dry-run measures one layout of a pattern"
+        )
+
+
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
@@ -53,6 +65,7 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     Raises:
         MegaliteError: the layout cannot divide the network.
     """
+    refuse_pattern(config.model)
     parallel = replace(
         ParallelConfig(),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,

@@ -18,7 +18,7 @@ from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.extras.planner.layouts import Layout, has_uneven_stages, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.extras.planner.part_costs import priced
-from megalite.extras.planner.parts import Parts, part_records
+from megalite.extras.planner.parts import Parts, part_records, refuse_pattern
 from megalite.extras.planner.records import PartRecord
 from megalite.extras.planner.stage_layout import balanced
 from megalite.extras.planner.step import Step, StepTime
@@ -91,6 +91,7 @@ class Planner:
     """Planner of the layouts of a run on a cluster. `config` is the run as its flags have it, with its vocabulary."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
+        refuse_pattern(config.model)
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
         self.prices = Prices(cluster, stack or find_stack(Stack.name))

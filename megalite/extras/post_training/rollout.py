@@ -22,7 +22,7 @@ from megalite.inference.generation import Finish
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling
 from megalite.model.batch import MicroBatch
-from megalite.model.cache import KeyValueCache
+from megalite.model.cache import StageCache
 from megalite.model.gpt import GPT, messages
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -72,7 +72,7 @@ class TrainedNetwork(Network):
         """Number of batches in progress at once. A rank with several stages finishes one before it begins the next."""
         return 1 if len(self.parts) > 1 else self.mesh.size("pp")
 
-    def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, cache: StageCache | None = None) -> Tensor:
         """Run this rank's stages, and return the output of the last one, whole if it is the last of the network."""
         rank, whole = self.mesh.coordinate("pp"), tokens.shape[1]
         split = self.stage.shard[1]

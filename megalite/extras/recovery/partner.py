@@ -83,6 +83,7 @@ class Links:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
+        del self._own, self._other
 
     def exchange(self, own: Slot, header: Header, kept: Slot) -> Header:
         """Send this rank's copy to its partner, and receive that of the other rank, which becomes `kept`."""

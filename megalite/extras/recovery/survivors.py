@@ -245,7 +245,7 @@ class SurvivorsTrainer(Trainer):
 
     def next_deal(self) -> Deal:
         """Return this rank's part of the next step, without the micro-batches whose gradients have been kept."""
-        return super().next_deal() if self._rest is None else self._rest.deal
+        return super().next_deal() if self._rest is None else replace(self._rest.deal, left_out=self.left_out)
 
     def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
         """Return the counts of the terms over the global batch, and those by which gradients are divided: the same."""

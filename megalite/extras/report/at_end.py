@@ -7,29 +7,32 @@ from io import BytesIO
 from megalite.extras.report.charts import Chart, charts
 from megalite.extras.report.page import page
 from megalite.extras.report.pictures import COLOURS, look, picture
-from megalite.extras.report.recorded import read_run
+from megalite.extras.report.recorded import Recorded, read_run
 from megalite.storage import AnyPath, write_atomically
+from megalite.training.facts import Facts
 
 INSTALL = "pip install matplotlib"
 
 
-def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> str:
-    """Write report.html, loss.svg and loss.png into a run directory. Returns a line about it.
+def report_at_end(directory: AnyPath, metrics: AnyPath | None = None) -> tuple[Facts, str]:
+    """Write report.html, loss.svg and loss.png into a run directory. Returns the facts of the run, and a line.
 
     A failure is told in this line: it must not end a run that has trained. `metrics`: as for `read_run`.
     """
+    facts = Facts()
     try:
-        return _write(directory, metrics)
+        run = read_run(str(directory), metrics)
+        facts = run.facts
+        return facts, _write(directory, run)
     except Exception as error:  # also a defect of a library that draws
-        return f"WARNING: the report could not be written ({error}). megalite-report {directory} writes it"
+        return facts, f"WARNING: the report could not be written ({error}). megalite-report {directory} writes it"
 
 
-def _write(directory: AnyPath, metrics: AnyPath | None) -> str:
+def _write(directory: AnyPath, run: Recorded) -> str:
     """Write the files, of which each is whole or not there, and return a line about them."""
-    run = read_run(str(directory), metrics)
     place, drawn = directory / "report.html", charts([run])
     write_atomically(place, page([run], drawn).encode())
-    chart = next((each for each in drawn if each.base == run.loss and each.lines), None)
+    chart = next((each for each in drawn if each.base == run.facts.loss and each.lines), None)
     if chart is None:
         return f"the report is {place}"
     write_atomically(directory / "loss.svg", picture(chart, "steps").encode())

@@ -31,10 +31,15 @@ TITLES = {
     "model_tflops_per_device": "TFLOP/s of the model, a device",
     "iteration_time_s": "Seconds of a step, by section",
     "time_s": "Seconds of data, evaluations and saves",
+    "iteration_time_s/slowest_rank": "Slowest rank",
     "wait_s": "Seconds of waits in a step, by axis",
+    "communication_share": "Share of a step in which all wait",
+    "scaling_efficiency": "Share of a step that ranks work",
     "bytes_sent": "Bytes that rank 0 sends in a step",
     "peak_memory_bytes": "Peak memory (bytes)",
+    "peak_memory_bytes/max_rank": "Rank with the most memory",
     "host_memory_bytes": "Memory of the host (bytes)",
+    "consumed_tokens": "Tokens by source",
     "max_expert_load": "Load of the busiest expert, by layer",
     "min_expert_load": "Load of the idlest expert, by layer",
 }
@@ -43,6 +48,8 @@ BESIDE = {"data_time_s", "evaluation_time_s", "save_time_s"}
 """Figures of some lines alone, which stand in one chart as dots."""
 HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped", "start_time_s"}
 """Figures that are places or marks of a chart, no lines."""
+OF_SOURCE = "consumed_tokens/"
+"""Beginning of the tokens of a source."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
 
 
@@ -81,7 +88,7 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     for number, run in enumerate(runs):
         for table in (run.steps, run.validation, run.test):
             for key in table.columns:
-                if key not in HIDDEN and not (table is run.test and len(table.values(key)) < 2):
+                if not _is_hidden(key) and not (table is run.test and len(table.values(key)) < 2):
                     groups.setdefault(_base(key, run), []).append((number, table, key))
     units = [unit for unit, key in UNITS.items() if unit == "steps" or any(key in run.steps.columns for run in runs)]
     if "tokens" in units:
@@ -90,6 +97,11 @@ def charts(runs: Sequence[Recorded]) -> list[Chart]:
     return [
         _chart(base, groups[base], runs, tuple(units), events) for base in sorted(groups, key=lambda base: _order(base))
     ]
+
+
+def _is_hidden(key: str) -> bool:
+    """Tell whether a figure is no line: a place or a mark, or a rank that the table of waits has."""
+    return key in HIDDEN or (key.startswith("wait_s/") and key.endswith("_rank"))
 
 
 def _base(key: str, run: Recorded) -> str:
@@ -102,7 +114,7 @@ def _base(key: str, run: Recorded) -> str:
     for before in ("valid_", "test_"):
         if base.startswith(before):
             base = base.removeprefix(before)
-            return run.loss if base == "loss" else base
+            return run.facts.loss if base == "loss" else base
     return base
 
 
@@ -121,6 +133,8 @@ def _chart(
     events: tuple[tuple[int, Mark], ...],
 ) -> Chart:
     """Return the chart of some figures. `events`: marks, each with the number of its run."""
+    if base == "consumed_tokens":  # heat maps are of levels, and these grow
+        members = sorted(members, key=lambda each: -(each[1].last(each[2]) or 0.0))[:MOST_LINES]
     keys = {key for _, _, key in members}
     is_map = len(runs) == 1 and (base in HEAT_MAPS or len(keys) > MOST_LINES)
     most = max(8, MOST_POINTS // len(members))

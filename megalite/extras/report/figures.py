@@ -7,18 +7,21 @@ import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from megalite.extras.report.recorded import Recorded, Table
+from megalite.extras.report.recorded import Recorded
 from megalite.process.output import printable
 from megalite.process.place import consecutive
 
 RECENT = 0.02
 """Share of the steps, the last ones, over which the loss now is a mean."""
 SKIPPED, NOT_FINITE, SAVED, RESTARTED, DECIDED = "skipped", "not finite", "saved", "restarted", "decided"
+LEFT_OUT = "left out"
 MARKS = {
     RESTARTED: "the run started again",
     SKIPPED: "a step was skipped",
     NOT_FINITE: "the loss was not finite",
+    LEFT_OUT: "the update was left out",
     DECIDED: "a decision of the ledger",
     SAVED: "time went into a save, or a copy in memory",
 }
@@ -34,38 +37,36 @@ class Mark:
     words: str
 
 
-def facts(run: Recorded) -> dict[str, float | int | str | None]:
+def figures(run: Recorded) -> dict[str, float | int | str | None]:
     """Return the figures at the head of a report by name; None where the records do not have them."""
-    steps = run.steps
-    first, last = (steps.steps[0], steps.steps[-1]) if len(steps) else (None, None)
-    best = best_validation(run)
+    steps, found = run.steps, run.facts
+    loss = steps.values(found.loss)
     return {
-        "first_step": first,
-        "last_step": last,
+        "first_step": steps.steps[0] if len(steps) else None,
+        "last_step": steps.steps[-1] if len(steps) else None,
         "planned_steps": planned_steps(run),
         "state": state(run),
-        "loss": recent_mean(steps.values(run.loss)),
-        "last_loss": steps.last(run.loss),
-        "best_valid_loss": None if best is None else best[1],
-        "best_valid_step": None if best is None else best[0],
+        "loss": recent_mean(loss),
+        "last_loss": loss[-1] if loss else None,
+        "best_valid_loss": None if found.best is None else found.best[0],
+        "best_valid_step": None if found.best is None else found.best[1],
         "last_valid_loss": run.validation.last("valid_loss"),
-        "test_loss": run.test.last("test_loss"),
-        "consumed_samples": steps.last("consumed_samples"),
-        "consumed_tokens": steps.last("consumed_tokens"),
-        "seconds": sum(run.spent.values()) or None,
-        "seconds_in_steps": total(steps.values("iteration_time_s")) if len(steps) else None,
-        "tokens_per_second": in_the_mean(steps, "tokens_per_second"),
-        "samples_per_second": in_the_mean(steps, "samples_per_second"),
-        "mfu": in_the_mean(steps, "mfu"),
-        "peak_memory_bytes": max(
-            (*steps.values("peak_memory_bytes"), *steps.values("peak_memory_bytes/max")), default=None
-        ),
-        "skipped_steps": sum(value > 0 for value in steps.values("skipped")),
-        "steps_without_finite_loss": sum(not math.isfinite(value) for value in steps.values(run.loss)),
-        "goodput": goodput(run),
-        "restarts": len(restarts(run)),
+        "test_loss": found.test_loss,
+        "consumed_samples": found.last.get("consumed_samples"),
+        "consumed_tokens": found.last.get("consumed_tokens"),
+        "seconds": sum(found.spent.values()) or None,
+        "tokens_per_second": found.mean("tokens_per_second"),
+        "samples_per_second": found.mean("samples_per_second"),
+        "mfu": found.mean("mfu"),
+        "peak_memory_bytes": None if found.peak is None else found.peak[0],
+        "peak_memory_rank": None if found.peak is None else found.peak[1],
+        "predicted_memory_bytes": found.predicted,
+        "skipped_steps": found.skipped,
+        "steps_without_finite_loss": sum(not math.isfinite(value) for value in loss),
+        "goodput": found.share("steps"),
+        "restarts": len(found.restarts),
         "decisions": len(run.decisions),
-        "last_written": last_time(run),
+        "last_written": found.written,
     }
 
 
@@ -73,7 +74,7 @@ def state(run: Recorded) -> str:
     """Return in a word how far the run is: empty, finished, diverged or unfinished."""
     if not len(run.steps):
         return "empty"
-    losses = run.steps.values(run.loss)
+    losses = run.steps.values(run.facts.loss)
     if run.finished:
         return "finished"
     return "diverged" if losses and not math.isfinite(losses[-1]) else "unfinished"
@@ -100,60 +101,28 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(finite) if finite else None
 
 
-def goodput(run: Recorded) -> float | None:
-    """Return the share of the run's time that its steps have taken."""
-    whole = sum(run.spent.values())
-    return run.spent["steps"] / whole if whole > 0 else None
-
-
-def total(values: Sequence[float]) -> float:
-    """Return the sum of the finite values."""
-    return sum(value for value in values if math.isfinite(value))
-
-
-def in_the_mean(steps: Table, key: str) -> float | None:
-    """Return the mean of a figure over the time of the steps that have it; None if none has it."""
-    times = dict(steps.pairs("iteration_time_s"))
-    pairs = [(value, times.get(step, 0.0)) for step, value in steps.pairs(key) if math.isfinite(value)]
-    whole = sum(time for _, time in pairs)
-    return sum(value * time for value, time in pairs) / whole if whole > 0 else None
-
-
-def best_validation(run: Recorded) -> tuple[int, float] | None:
-    """Return the step with the least validation loss, and this loss; None if there is none."""
-    finite = [(loss, step) for step, loss in run.validation.pairs("valid_loss") if math.isfinite(loss)]
-    if not finite:
-        return None
-    loss, step = min(finite)
-    return step, loss
-
-
-def last_time(run: Recorded) -> float | None:
-    """Return when the last line was written, in seconds since 1970."""
-    times = [table.last("wall_time") for table in (run.steps, run.validation, run.test)]
-    return max((time for time in times if time is not None), default=None)
-
-
 def marks(run: Recorded) -> list[Mark]:
     """Return what happened in a run, by step."""
-    found = [Mark(step, SKIPPED, "skipped: gradients not finite") for step, on in run.steps.pairs("skipped") if on]
+    norms = dict(run.steps.pairs("grad_norm"))
+    skipped = [step for step, on in run.steps.pairs("skipped") if on]
+    found = [
+        Mark(step, LEFT_OUT, "the update was left out")
+        if math.isfinite(norms.get(step, math.nan))
+        else Mark(step, SKIPPED, "skipped: gradients not finite")
+        for step in skipped
+    ]
     found += [
-        Mark(step, NOT_FINITE, "loss not finite") for step, loss in run.steps.pairs(run.loss) if not math.isfinite(loss)
+        Mark(step, NOT_FINITE, "loss not finite")
+        for step, loss in run.steps.pairs(run.facts.loss)
+        if not math.isfinite(loss)
     ]
     found += [
         Mark(step - 1, SAVED, f"{value:.3g} s of a save, or of a copy in memory")
         for step, value in run.steps.pairs("save_time_s")
     ]
-    found += [Mark(step, RESTARTED, "started again") for step in restarts(run)]
+    found += [Mark(step, RESTARTED, "started again") for step in run.facts.restarts]
     found += [Mark(each["step"], DECIDED, _decision(each)) for each in run.decisions]
     return sorted(found, key=lambda mark: mark.step)
-
-
-def restarts(run: Recorded) -> list[int]:
-    """Return the step of the first line after each start but that of the run."""
-    starts = sorted(step for table in (run.steps, run.validation, run.test) for step, _ in table.pairs("start_time_s"))
-    first = run.steps.steps[:1].tolist()
-    return [step for step in starts if [step] != first]
 
 
 def _decision(line: Mapping[str, object]) -> str:
@@ -180,8 +149,12 @@ def findings(run: Recorded) -> list[str]:
     skipped = [mark.step for mark in events if mark.kind == SKIPPED]
     if skipped:
         found.append(f"{counted(len(skipped), 'step')} skipped, as gradients were not finite: {ranges(skipped)}.")
+    left_out = [mark.step for mark in events if mark.kind == LEFT_OUT]
+    if left_out:
+        found.append(f"The update of {counted(len(left_out), 'step')} was left out, as told: {ranges(left_out)}.")
     found += _rising(run)
     found += _slowest(run)
+    found += _waiting(run)
     found += _pauses(run)
     if run.decisions:
         kinds = sorted({str(each.get("kind", "?"))[:60] for each in run.decisions})
@@ -191,9 +164,9 @@ def findings(run: Recorded) -> list[str]:
 
 def _rising(run: Recorded) -> Iterator[str]:
     """Say whether the validation loss rises since its best."""
-    best, last = best_validation(run), run.validation.last("valid_loss")
-    if best is not None and last is not None and last > best[1] * 1.01:
-        yield f"The validation loss is {last:.4g} now, and was best at step {best[0]:,} with {best[1]:.4g}."
+    best, last = run.facts.best, run.validation.last("valid_loss")
+    if best is not None and last is not None and last > best[0] * 1.01:
+        yield f"The validation loss is {last:.4g} now, and was best at step {best[1]:,} with {best[0]:.4g}."
 
 
 def _slowest(run: Recorded) -> Iterator[str]:
@@ -220,12 +193,60 @@ def _busy(run: Recorded) -> float:
 
 def _pauses(run: Recorded) -> Iterator[str]:
     """Say what took the time that steps did not take, if that is much."""
-    share = goodput(run)
-    if share is not None and sum(run.spent.values()) > 60 and share < 0.8:
-        lost = sorted(((value, cause) for cause, value in run.spent.items() if cause != "steps"), reverse=True)
-        shares = [(cause, value / sum(run.spent.values())) for value, cause in lost]
+    share = run.facts.share("steps")
+    if share is not None and sum(run.facts.spent.values()) > 60 and share < 0.8:
+        lost = sorted(((value, cause) for cause, value in run.facts.spent.items() if cause != "steps"), reverse=True)
+        shares = [(cause, run.facts.share(cause) or 0.0) for _, cause in lost]
         parts = [f"{cause} {share_text(share)}" for cause, share in shares if share >= 0.01]
         yield f"Steps took {share_text(share)} of the time ({', '.join(parts)})."
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Waits of ranks on an axis, over the lines that tell them. Shares are of these lines.
+
+    Attributes:
+        seconds: mean seconds of a step that the median rank waits.
+        longest: mean seconds that the rank waits that waits longest.
+        waiting: the rank that most often waits longest, and its share.
+        awaited: the rank for which the others wait, as it most often waits least, and its share; None: it is not told.
+    """
+
+    axis: str
+    seconds: float
+    longest: float
+    waiting: tuple[int, float]
+    awaited: tuple[int, float] | None
+
+
+def waits(run: Recorded) -> list[Waits]:
+    """Return the waits of a run by axis, the longest first."""
+    steps, found = run.steps, []
+    for key in steps.columns:
+        _, _, axis = key.partition("wait_s/")
+        longest, ranks = steps.values(f"{key}/max"), _most_often(steps.values(f"{key}/max_rank"))
+        if axis and "/" not in axis and len(longest) and ranks is not None:
+            awaited = _most_often(steps.values(f"{key}/min_rank"))
+            found.append(Waits(axis, fmean(steps.values(key)), fmean(longest), ranks, awaited))
+    return sorted(found, key=lambda each: -each.longest)
+
+
+def _most_often(ranks: Sequence[float]) -> tuple[int, float] | None:
+    if not ranks or not all(map(math.isfinite, ranks)):
+        return None
+    rank = statistics.mode(ranks)
+    return int(rank), ranks.count(rank) / len(ranks)
+
+
+def _waiting(run: Recorded) -> Iterator[str]:
+    """Say who waits for whom, if that is much of a step and mostly the same rank."""
+    step = median(run.steps.values("iteration_time_s"))
+    for each in waits(run):
+        if each.awaited is not None and step and each.longest >= 0.1 * step and each.awaited[1] >= 0.6:
+            yield (
+                f"On {printable(each.axis)}, ranks wait for rank {each.awaited[0]} in {share_text(each.awaited[1])} of "
+                f"the measurements, up to {share_text(each.longest / step)} of a step: rank {each.waiting[0]} the most."
+            )
 
 
 def share_text(share: float) -> str:

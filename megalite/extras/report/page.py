@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megalite.extras.report import tables
 from megalite.extras.report.charts import UNITS, Chart, charts, is_loss
-from megalite.extras.report.figures import MARKS, counted, facts, findings, marks, share_text
+from megalite.extras.report.figures import figures, findings, marks, waits
 from megalite.extras.report.pictures import COLOURS, DASHES, look, picture, short
 from megalite.extras.report.recorded import Recorded, flat
-from megalite.process.output import printable
+from megalite.extras.report.tables import as_text, duration, table
+from megalite.process.output import in_words, printable
 from megalite.svg import page as html_page
 
 _DARK = ("#6aa9ff", "#ff9d5c", "#6fc796", "#c79be0", "#ff8a80", "#5fd0d9", "#d9bd4f", "#a9b2bb")
-MOST_EVENTS = 200
-"""Events in the list of a run."""
+MOST_ENTRIES = 16
+"""Entries in the legend of a chart."""
 
 
 def _style() -> str:
@@ -43,15 +45,17 @@ def document(runs: Sequence[Recorded]) -> dict[str, Any]:
             {
                 "name": run.name,
                 "place": run.place,
-                "facts": facts(run),
+                "facts": figures(run),
                 "findings": findings(run),
-                "seconds": run.spent,
+                "seconds": run.facts.spent,
+                "waits": [asdict(each) for each in waits(run)],
+                "samples": [{"step": step, "text": text} for step, text in run.samples],
                 "events": [{"step": mark.step, "kind": mark.kind, "words": mark.words} for mark in marks(run)],
                 "config": flat(run.config),
             }
             for run in runs
         ],
-        "differences": {key: list(values) for key, values in differences(runs).items()},
+        "differences": {key: list(values) for key, values in tables.differences(runs).items()},
         "charts": [
             {
                 "title": chart.title,
@@ -74,26 +78,25 @@ def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
     moving = [chart for chart in drawn if not _is_constant(chart)]
     body = [
         *_switch_inputs(units),
-        f"<header><h1>{_text(names)}</h1>{_header(runs, now)}</header>",
+        f"<header><h1>{as_text(names)}</h1>{_header(runs, now)}</header>",
         _switch(units),
         "<main>",
         "<section aria-label='Charts'><div class='charts'>",
-        *(_figure(chart) for chart in moving),
+        *(_figure(chart, runs) for chart in moving),
         "</div></section>",
-        _constants([chart for chart in drawn if _is_constant(chart)], runs),
-        _spent(runs),
-        _events(runs),
-        _differences(runs),
-        *(_configuration(run) for run in runs),
+        *(tables.samples(run, len(runs) > 1) for run in runs),
+        tables.sources(runs),
+        tables.constants([chart for chart in drawn if _is_constant(chart)], runs),
+        tables.spent(runs),
+        tables.who_waits(runs),
+        tables.events(runs),
+        tables.differences_table(runs),
+        *(tables.configuration(run) for run in runs),
         f"<p class='grey'>Made by megalite-report at {_when(now)} from metrics.jsonl, which has every number.</p>",
         "</main>",
     ]
     title = f"{names}: megalite report"
     return html_page(printable(title), _style(), "\n".join(body), "light dark")
-
-
-def _text(words: object) -> str:
-    return escape(printable(str(words)))
 
 
 def _switch_inputs(units: Iterable[str]) -> list[str]:
@@ -113,26 +116,26 @@ def _switch(units: Sequence[str]) -> str:
 def _header(runs: Sequence[Recorded], now: float) -> str:
     if len(runs) == 1:
         return _of_one(runs[0], now)
-    shown = [dict(_shown(facts(run))) for run in runs]
+    shown = [dict(_shown(figures(run))) for run in runs]
     keys = list(dict.fromkeys(key for each in shown for key in each))
     rows = [[run.name, *(each.get(key, "") for key in keys)] for run, each in zip(runs, shown, strict=True)]
-    parts = [_table(["run", *keys], rows)]
+    parts = [table(["run", *keys], rows)]
     for run in runs:
         parts.append(_findings(run, f"{run.name}: "))
     return "".join(parts)
 
 
 def _of_one(run: Recorded, now: float) -> str:
-    found = facts(run)
-    items = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in _shown(found))
+    found = figures(run)
+    items = "".join(f"<div><dt>{as_text(name)}</dt><dd>{as_text(value)}</dd></div>" for name, value in _shown(found))
     written, ago = found["last_written"], ""
     if isinstance(written, float):
         ago = f" The last line is of {_when(written)}, {duration(max(0.0, now - written))} before."
-    return f"<p class='grey'>{_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
+    return f"<p class='grey'>{as_text(run.place)}.{ago}</p><dl class='facts'>{items}</dl>{_findings(run)}"
 
 
 def _findings(run: Recorded, before: str = "") -> str:
-    found = "".join(f"<li>{_text(before + each)}</li>" for each in findings(run))
+    found = "".join(f"<li>{as_text(before + each)}</li>" for each in findings(run))
     return f"<ul class='findings'>{found}</ul>" if found else ""
 
 
@@ -149,7 +152,7 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
         return "" if not isinstance(value, int | float) else short(value)
 
     best = found["best_valid_step"]
-    memory = found["peak_memory_bytes"]
+    memory, counted = found["peak_memory_bytes"], found["predicted_memory_bytes"]
     lost = found["skipped_steps"]
     entries = [
         ("state", str(found["state"])),
@@ -164,32 +167,11 @@ def _shown(found: Mapping[str, float | int | str | None]) -> list[tuple[str, str
         ("MFU", number("mfu", ".1%")),
         ("time in steps", number("goodput", ".1%")),
         ("restarts", str(found["restarts"]) if found["restarts"] else ""),
-        ("peak memory", bytes_text(memory) if isinstance(memory, float) else ""),
+        ("peak memory", f"{in_words(memory)} on rank {found['peak_memory_rank']}" if isinstance(memory, float) else ""),
+        ("counted at the start (rank 0)", in_words(counted) if isinstance(counted, float) else ""),
         ("skipped steps", str(lost) if lost else ""),
     ]
     return [(name, value) for name, value in entries if value]
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text, in its two largest units."""
-    if not 0 <= seconds < 1e12:
-        return f"{seconds:.3g} s"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def bytes_text(value: float) -> str:
-    """Return a number of bytes as text."""
-    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.0f} bytes"
 
 
 def _when(at: float) -> str:
@@ -203,12 +185,23 @@ def _is_constant(chart: Chart) -> bool:
     return not is_loss(chart.base) and all(min(line.values) == max(line.values) for line in chart.lines)
 
 
-def _figure(chart: Chart) -> str:
+def _figure(chart: Chart, runs: Sequence[Recorded]) -> str:
     pictures = "".join(f"<div class='{unit}'>{picture(chart, unit)}</div>" for unit in chart.units)
-    legend = ""
-    if not chart.is_heat_map:
-        legend = "".join(f"<span>{_swatch(*look(chart, line))}{_text(line.words)}</span>" for line in chart.lines)
-    return f"<figure>{pictures}<figcaption class='legend'>{legend}</figcaption></figure>"
+    entries = [] if chart.is_heat_map else _legend(chart, runs)
+    more = f"<span>and {len(entries) - MOST_ENTRIES} more</span>" if len(entries) > MOST_ENTRIES else ""
+    legend = "".join(f"<span>{_swatch(*drawn)}{as_text(words)}</span>" for drawn, words in entries[:MOST_ENTRIES])
+    return f"<figure>{pictures}<figcaption class='legend'>{legend}{more}</figcaption></figure>"
+
+
+def _legend(chart: Chart, runs: Sequence[Recorded]) -> list[tuple[tuple[int, str], str]]:
+    """Return colours and dashes with what they stand for: a line, or of several runs first the run, then the figure."""
+    if len(runs) == 1:
+        return [(look(chart, line), line.words) for line in chart.lines]
+    of_runs = {runs[line.run].name: (look(chart, line)[0], "") for line in chart.lines}
+    figures = {line.words.removeprefix(printable(f"{runs[line.run].name}: ")): line for line in chart.lines}
+    of_figures = {words: (len(COLOURS) - 1, look(chart, line)[1]) for words, line in figures.items()}
+    shown = (of_runs, of_figures) if len(of_figures) > 1 else (of_runs,)
+    return [(drawn, words) for each in shown for words, drawn in each.items()]
 
 
 def _swatch(colour: int, dashes: str) -> str:
@@ -216,80 +209,3 @@ def _swatch(colour: int, dashes: str) -> str:
     return (
         f"<svg viewBox='0 0 22 8' aria-hidden='true'><path d='M0 4H22' class='c{colour}' stroke-width='3'{dash}/></svg>"
     )
-
-
-def _constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
-    rows = [
-        [f"{runs[line.run].name}: {line.key}" if len(runs) > 1 else line.key, f"{line.values[0]:,.6g}"]
-        for chart in same
-        for line in chart.lines
-    ]
-    if not rows:
-        return ""
-    return f"<details><summary>{counted(len(rows), 'figure')} that did not change</summary>{_table([], rows)}</details>"
-
-
-def _spent(runs: Sequence[Recorded]) -> str:
-    """Return the table of what the time of the runs went into."""
-    told = [run for run in runs if sum(run.spent.values()) > 0]
-    if not told:
-        return ""
-    rows = [
-        [
-            cause,
-            *(
-                f"{duration(run.spent[cause])}, {share_text(run.spent[cause] / sum(run.spent.values()))}"
-                for run in told
-            ),
-        ]
-        for cause in told[0].spent
-        if any(run.spent[cause] for run in told)
-    ]
-    return f"<details><summary>Where the time went</summary>{_table(['', *(run.name for run in told)], rows)}</details>"
-
-
-def _events(runs: Sequence[Recorded]) -> str:
-    """Return the list of what happened, and what the marks on the curves mean."""
-    rows = [
-        [*([run.name] if len(runs) > 1 else []), f"{mark.step:,}", mark.words] for run in runs for mark in marks(run)
-    ]
-    if not rows:
-        return ""
-    left = f"<p class='grey'>The first {MOST_EVENTS} of {len(rows):,}.</p>" if len(rows) > MOST_EVENTS else ""
-    names = ", ".join(f"{kind}: {words}" for kind, words in MARKS.items())
-    return (
-        f"<details><summary>{counted(len(rows), 'event')}</summary>{left}"
-        f"{_table([*(['run'] if len(runs) > 1 else []), 'step', 'what'], rows[:MOST_EVENTS])}"
-        f"<p class='grey'>Marks on the curves: {_text(names)}.</p></details>"
-    )
-
-
-def differences(runs: Sequence[Recorded]) -> dict[str, tuple[str, ...]]:
-    """Return what the configurations of runs differ in: the values as text by "section.field"."""
-    texts = [flat(run.config) for run in runs]
-    keys = sorted({key for each in texts for key in each})
-    found = {key: tuple(each.get(key, "") for each in texts) for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
-
-
-def _differences(runs: Sequence[Recorded]) -> str:
-    found = differences(runs)
-    if len(runs) < 2:
-        return ""
-    if not found:
-        return "<h2>Differences</h2><p>The configurations are the same.</p>"
-    rows = [[key, *values] for key, values in found.items()]
-    return f"<h2>Differences</h2>{_table(['', *(run.name for run in runs)], rows)}"
-
-
-def _configuration(run: Recorded) -> str:
-    rows = [[key, value] for key, value in flat(run.config).items()]
-    if not rows:
-        return ""
-    return f"<details><summary>Configuration of {_text(run.name)}</summary>{_table([], rows)}</details>"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th scope='col'>{_text(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{_text(cell[:2000])}</td>" for cell in each) + "</tr>" for each in rows)
-    return f"<div class='scroll' tabindex='0'><table>{f'<tr>{head}</tr>' if head else ''}{body}</table></div>"

@@ -8,13 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from megalite.extras.report.charts import MOST_LINES, PARTS, Chart, Line, is_dotted, is_loss
-from megalite.extras.report.figures import DECIDED, NOT_FINITE, RESTARTED, SAVED, SKIPPED, Mark
+from megalite.extras.report.figures import DECIDED, LEFT_OUT, NOT_FINITE, RESTARTED, SAVED, SKIPPED, Mark
 from megalite.svg import GREY, PALE, Axis, Picture
 
 COLOURS = ("#1f5fae", "#c2570c", "#2f7d4f", "#8a4ca6", "#b3352c", "#0e7c86", "#8a6d00", "#5f6770")
 """Colours of lines on white; the page has others for dark screens, by the classes c0 to c7."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
-MARK_COLOURS = {SKIPPED: "#b3352c", NOT_FINITE: "#b3352c", RESTARTED: "#1f5fae", DECIDED: "#c2570c", SAVED: "#5f6770"}
+MARK_COLOURS = {
+    **dict.fromkeys((SKIPPED, NOT_FINITE), "#b3352c"),
+    **dict.fromkeys((DECIDED, LEFT_OUT), "#c2570c"),
+    RESTARTED: "#1f5fae",
+    SAVED: "#5f6770",
+}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360.0, 230.0, 54.0, 20.0, 30.0, 46.0
 """Sizes of a chart in pixels: as wide as a phone."""
 LOGARITHMIC_FROM = 300.0
@@ -97,10 +102,13 @@ def _axes(chart: Chart, drawn: Iterable[Sequence[tuple[float, float]]]) -> tuple
     late = [y for x, y in points if x >= low + 0.04 * (high - low)] if is_loss(chart.base) else []
     values = late or [y for _, y in points]
     least, most = min((y for _, y in points), default=0.0), max(values, default=1.0)
-    logarithmic = least > 0 and not is_loss(chart.base) and most / least > LOGARITHMIC_FROM
+    is_level = not is_loss(chart.base) and chart.base != "consumed_tokens"
+    logarithmic = least > 0 and is_level and most / least > LOGARITHMIC_FROM
     if most <= least:
         most, least = most + (abs(most) or 1.0) * 0.1, least - (abs(least) or 1.0) * 0.1
-    elif not logarithmic:
+    elif logarithmic:
+        most, least = most * 1.25, least / 1.25
+    else:
         most, least = most + 0.03 * (most - least), least - 0.03 * (most - least)
     return across, Axis(least, most, HEIGHT - BOTTOM, TOP, logarithmic)
 

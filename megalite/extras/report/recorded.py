@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -19,20 +18,20 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import LARGEST as LARGEST_CONFIG
 from megalite.small_files import reason
 from megalite.storage import AnyPath, open_directory, read_small, without_credentials
-from megalite.training.goodput import seconds_by_cause
+from megalite.training.facts import LARGEST, Facts, number
 from megalite.training.metrics import open_lines, parsed_lines
 
 MOST_LINES = 4_000_000
 """Lines of a file that are read."""
 MOST_KEYS = 2000
 """Figures of a run that are read: a name beyond them is left out, and said."""
-LARGEST = 1e100
-"""Numbers beyond it count as infinite: sums of others are finite."""
-KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps"}
+KINDS = {"valid_loss": "validation", "test_loss": "test", "grad_norm": "steps", "sample": "samples"}
 """Kind of a line by a key that only its kind has."""
 LAST_STEP = 2**62
-SECONDS = ("wall_time", "iteration_time_s", "data_time_s", "evaluation_time_s", "save_time_s", "start_time_s")
-"""Figures from which the seconds by cause follow."""
+MOST_SAMPLES = 100
+"""Texts of a run that are kept: of more, the first, the last, and some between."""
+LONGEST_SAMPLE = 4000
+"""Characters of a text that are kept."""
 
 
 @dataclass
@@ -75,10 +74,10 @@ class Table:
         columns = self.columns
         for key, value in record.items():
             if type(value) is not float or not -LARGEST < value < LARGEST:
-                number = None if key == "iteration" else _number(value)
-                if number is None:
+                found = None if key == "iteration" else number(value)
+                if found is None:
                     continue
-                value = number
+                value = found
             column = columns.get(key)
             if column is None:
                 if len(columns) == MOST_KEYS:
@@ -118,8 +117,8 @@ class Recorded:
 
     Attributes:
         name: the name of its directory.
-        loss: the key of its loss; "" if there are no steps.
-        spent: seconds by cause, as `seconds_by_cause` has them.
+        samples: texts that the network has written, each with its step.
+        facts: what follows from its records.
         decisions: the lines of its ledger.
         config: its configuration by section.
         finished: whether it is marked as finished.
@@ -131,8 +130,8 @@ class Recorded:
     steps: Table
     validation: Table
     test: Table
-    loss: str
-    spent: Mapping[str, float]
+    samples: tuple[tuple[int, str], ...]
+    facts: Facts
     decisions: tuple[Mapping[str, Any], ...]
     config: Mapping[str, Any]
     finished: bool
@@ -157,13 +156,13 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     tables = {"steps": Table(), "validation": Table(), "test": Table()}
     problems: list[str] = []
     metrics = given if alone else metrics or given / "metrics.jsonl"
-    loss, spent = _read_metrics(metrics, tables, problems)
+    facts, samples = _read_metrics(metrics, tables, problems)
     return Recorded(
         name=(given if isinstance(given, Path) else Path(given.name)).absolute().name or place,
         place=without_credentials(place),
         **tables,
-        loss=loss,
-        spent=spent,
+        samples=tuple(samples),
+        facts=facts,
         decisions=() if alone else tuple(_read_decisions(directory / "ledger.jsonl", problems)),
         config={} if alone else _read_config(directory / "config.yaml", problems),
         finished=not alone and _is_there(directory / "DONE"),
@@ -171,55 +170,36 @@ def read_run(place: str, metrics: AnyPath | None = None) -> Recorded:
     )
 
 
-class _Reader:
-    """Reader of the lines of metrics into tables.
-
-    Attributes:
-        damaged: the number of lines that are no records.
-        loss: the key of the loss.
-    """
-
-    def __init__(self, tables: Mapping[str, Table]) -> None:
-        self.tables, self.damaged, self.loss = tables, 0, ""
-
-    def records(self, lines: Iterable[tuple[str, dict[str, Any] | None]]) -> Iterator[dict[str, float]]:
-        """Add the lines to the tables, and yield of each record the seconds that it tells."""
-        for _, record in lines:
-            kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
-            if record is None or kind is None or abs(record["iteration"]) > LAST_STEP:
-                self.damaged += 1
-                continue
-            if not self.loss and kind == "steps":
-                self.loss = _loss_of(record)
-            self.tables[kind].add(record)
-            told = {key: _number(record[key]) for key in SECONDS if key in record}
-            yield {key: value for key, value in told.items() if value is not None and math.isfinite(value)}
-
-
-def _read_metrics(path: AnyPath, tables: Mapping[str, Table], problems: list[str]) -> tuple[str, dict[str, float]]:
-    """Read the lines of metrics into the tables. Returns the key of the loss, and the seconds by cause."""
-    reader, spent = _Reader(tables), dict[str, float]()
+def _read_metrics(
+    path: AnyPath, tables: Mapping[str, Table], problems: list[str]
+) -> tuple[Facts, list[tuple[int, str]]]:
+    """Read the lines of metrics into the tables. Returns what follows from them, and the samples of text."""
+    facts, samples, damaged = Facts(), list[tuple[int, str]](), 0
     try:
         with open_lines(path) as lines:
-            spent = seconds_by_cause(reader.records(islice(parsed_lines(lines, "iteration"), MOST_LINES)))
+            for _, record in islice(parsed_lines(lines, "iteration"), MOST_LINES):
+                kind = None if record is None else next((kind for key, kind in KINDS.items() if key in record), None)
+                if record is None or kind is None or abs(step := cast(int, record["iteration"])) > LAST_STEP:
+                    damaged += 1
+                    continue
+                if kind == "samples":
+                    samples.append((step, str(record["sample"])[:LONGEST_SAMPLE]))
+                    if len(samples) == 2 * MOST_SAMPLES:
+                        del samples[1:-1:2]
+                else:
+                    tables[kind].add(record)
+                facts.add(record)
             if next(lines, ""):
                 problems.append(f"{path} has more than {MOST_LINES:,} lines: those after them are left out")
     except FileNotFoundError:
         problems.append(f"{path} is not there: no step is finished yet")
     except (OSError, ValueError) as error:
         problems.append(f"{path} cannot be read: {reason(error)}")
-    if reader.damaged:
-        s = "s" if reader.damaged > 1 else ""
-        problems.append(f"{path} has {reader.damaged:,} damaged line{s}, left out here")
+    if damaged:
+        problems.append(f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}, left out here")
     if any(table.left_out for table in tables.values()):
         problems.append(f"{path} has more than {MOST_KEYS:,} figures: some are left out")
-    return reader.loss, spent
-
-
-def _loss_of(record: Mapping[str, Any]) -> str:
-    """Return the key of the loss: it follows the counts (docs/operations.md)."""
-    counts = {"iteration", "consumed_samples", "consumed_tokens"}
-    return next((key for key in record if key not in counts), "")
+    return facts, samples
 
 
 def _read_decisions(path: AnyPath, problems: list[str]) -> Iterator[Mapping[str, Any]]:
@@ -252,15 +232,6 @@ def _is_there(path: AnyPath) -> bool:
         return path.is_file()
     except OSError:
         return False
-
-
-def _number(value: object) -> float | None:
-    """Return a number of a record, which may be a truth value or one of the texts for what is not finite."""
-    if isinstance(value, bool | int | float):
-        return float(value) if not abs(value) > LARGEST else math.inf if value > 0 else -math.inf
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    return None
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:

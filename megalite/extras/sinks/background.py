@@ -2,7 +2,8 @@
 
 Each service has a thread of its own, so that one that hangs delays no other. A step appends its record to the queues,
 and nothing else. A thread wakes every few seconds and sends what is there. A full queue drops its oldest record: who
-looks at a run wants to know how it is now, and metrics.jsonl has all of them.
+looks at a run wants to know how it is now, and metrics.jsonl has all of them. A service that fails is tried again: runs
+take months, and a collector may be restarted. One that cannot be opened is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Record = Mapping[str, Value]
 QUEUE = 1000
 """Most records that wait for a service."""
 PATIENCE_S = 120.0
-"""Longest call of a service. One that takes longer hangs, and is left out."""
+"""Longest call of a service. One that takes longer hangs, which is told; its records wait until it answers."""
+LONGEST_PAUSE_S = 300.0
+"""Longest time between two calls of a service that fails: each failure in a row doubles it."""
 CLOSE_S = 8.0
 """Longest wait at the end of a run for what is not sent yet, of all services together."""
 
@@ -91,8 +94,12 @@ class _Worker(threading.Thread):
         self._queue: deque[Record] = deque(maxlen=queue)
         self._put = self._taken = 0
         self._called: float | None = None
+        self._lost = 0
         self._error: str | None = None
-        self._left_out = self._told_full = False
+        """Reason why the service is left out."""
+        self._failure: str | None = None
+        """Reason why it has not taken the records of the last call."""
+        self._left_out = self._told_full = self._told_failure = False
 
     def put(self, record: Record) -> None:
         """Append a record, in place of the oldest if the queue is full."""
@@ -104,38 +111,65 @@ class _Worker(threading.Thread):
         """Send records until the end."""
         try:
             self._call(self._service.open)
-            while not self.ends.wait(self._service.interval_s):
-                self._send()
-            self._send()
-            self._call(lambda: self._service.close(ended=self.ended))
         except BaseException as error:  # libraries of services even raise SystemExit
-            self._error = masked(f"{type(error).__name__}: {error}")
+            self._error = _described(error)
+            return
+        pause = self._service.interval_s
+        while not self.ends.wait(pause):
+            self._send()
+            pause = self._service.interval_s if self._failure is None else min(2 * pause, LONGEST_PAUSE_S)
+        self._send()
+        self._attempt(lambda: self._service.close(ended=self.ended))
 
     def _send(self) -> None:
         records = [self._queue.popleft() for _ in range(len(self._queue))]
         self._taken += len(records)
-        if records:
-            self._call(lambda: self._service.send(records))
+        if not records:
+            return
+        if self._attempt(lambda: self._service.send(records)):
+            self._failure = None
+        else:
+            self._lost += len(records)
+
+    def _attempt(self, function: Callable[[], None]) -> bool:
+        """Call the service, and tell whether it has not failed."""
+        try:
+            self._call(function)
+        except BaseException as error:
+            self._failure = _described(error)
+            return False
+        return True
 
     def _call(self, function: Callable[[], None]) -> None:
         self._called = time.monotonic()
-        function()
-        self._called = None
+        try:
+            function()
+        finally:
+            self._called = None
 
     def news(self) -> Iterator[str]:
         """Yield what the user is to know and has not been told."""
         if self._left_out:
             return
-        called = self._called
-        seconds = 0.0 if called is None else time.monotonic() - called
-        why = self._error or (f"it has not answered for {seconds:.0f} s" if seconds > self._patience_s else None)
-        if why is not None:
+        if self._error is not None:
             self._left_out = True
             yield (
-                f"WARNING: {self._service.name} is left out from here on: {why}. The run continues, and metrics.jsonl "
-                "has all records"
+                f"WARNING: {self._service.name} is left out from here on: {self._error}. The run continues, and "
+                "metrics.jsonl has all records"
             )
-        elif len(self._queue) == self._queue.maxlen and not self._told_full:
+            return
+        called = self._called
+        seconds = 0.0 if called is None else time.monotonic() - called
+        why = f"it has not answered for {seconds:.0f} s" if seconds > self._patience_s else self._failure
+        if (why is not None) != self._told_failure:
+            self._told_failure = why is not None
+            yield (
+                f"{self._service.name} takes records again"
+                if why is None
+                else f"WARNING: {self._service.name} takes no records: {why}. It is tried again while the run "
+                "continues, and metrics.jsonl has all records"
+            )
+        if len(self._queue) == self._queue.maxlen and not self._told_full:
             self._told_full = True
             yield (
                 f"WARNING: {self._service.name} is slower than the run: {len(self._queue)} records wait for it, and "
@@ -146,6 +180,10 @@ class _Worker(threading.Thread):
         """Yield, after the end, what has not been sent."""
         if self.is_alive() and not self._left_out:
             yield f"WARNING: {self._service.name} has not taken all records within {waited_s:g} s after the last step"
-        dropped = self._put - self._taken - len(self._queue)
-        if dropped and not self._left_out:
-            yield f"{self._service.name}: {dropped} of {self._put} records were dropped: it was slower than the run"
+        lost = self._put - self._taken - len(self._queue) + self._lost
+        if lost and not self._left_out:
+            yield f"{self._service.name}: {lost} of {self._put} records were lost: it failed or was too slow"
+
+
+def _described(error: BaseException) -> str:
+    return masked(f"{type(error).__name__}: {error}")

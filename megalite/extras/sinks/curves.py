@@ -42,7 +42,7 @@ _GROUPS = {
     "progress": "consumed_tokens skipped left_out_samples dropped_gradients kept_micro_batches",
     "speed": "tokens_per_second tokens_per_second_per_device samples_per_second samples_per_second_per_device mfu",
     "time": "memory_copy_s slowest_rank slowest_rank_work busiest_context_parallel_rank",
-    "memory": "host_memory_bytes",
+    "memory": "host_memory_bytes predicted_memory_bytes",
     "communication": "bytes_sent",
     "optimizer": "decoupled_learning_rate weight_decay",
     "experts": "router_entropy dropped_assignments",

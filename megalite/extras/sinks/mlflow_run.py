@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -15,6 +16,8 @@ from megalite.extras.sinks.identity import keep_name, kept_name
 
 _SENT = {True: "megalite.last_step", False: "megalite.last_evaluation"}
 """Tags with the last step and the last evaluation that the run has."""
+_ATTEMPT = "megalite.attempt"
+"""Tag with the process that has begun or continued the run last."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_./ -]")
 _LONGEST = 500  # characters of a parameter: older servers take no more
 _PARAMETERS, _METRICS = 100, 1000  # most of one request
@@ -35,6 +38,7 @@ class MLflowRun:
         self._sent = {True: 0, False: 0}
         self._client: Any = None
         self._run = ""
+        self._attempt = secrets.token_hex(8)
 
     def open(self) -> None:
         """Begin the run with the configuration as parameters, or continue it."""
@@ -48,6 +52,7 @@ class MLflowRun:
         if name is not None:
             try:
                 tags = client.get_run(name).data.tags
+                client.set_tag(name, _ATTEMPT, self._attempt)
                 client.update_run(name, status="RUNNING")
                 self._run = name
                 self._sent = {kind: int(tags.get(tag, 0)) for kind, tag in _SENT.items()}
@@ -58,7 +63,8 @@ class MLflowRun:
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megalite")
         found = client.get_experiment_by_name(experiment)
         number = client.create_experiment(experiment) if found is None else found.experiment_id
-        self._run = client.create_run(number, run_name=description.name).info.run_id
+        tags = {_ATTEMPT: self._attempt}
+        self._run = client.create_run(number, run_name=description.name, tags=tags).info.run_id
         keep_name(place, self.name, self._run)
         parameters = [
             Param(f"{section}.{field}", str(value)[:_LONGEST])
@@ -88,5 +94,7 @@ class MLflowRun:
             yield from (Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in points.items())
 
     def close(self, *, ended: bool) -> None:
-        """Mark the run as finished, or as failed if it was killed."""
+        """Mark the run as finished, or as failed if it was killed and no other process has continued it since."""
+        if not ended and self._client.get_run(self._run).data.tags.get(_ATTEMPT) != self._attempt:
+            return
         self._client.set_terminated(self._run, status="FINISHED" if ended else "FAILED")

@@ -36,8 +36,8 @@ from megalite.optim.shard import Shard
 from megalite.optim.synchronization import ExtraState, RankStates
 from megalite.optim.update_rule import UpdateRule
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.output import in_words
 from megalite.run.run import RunSynchronization
-from megalite.tasks.memory import in_words
 
 
 def synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronization:

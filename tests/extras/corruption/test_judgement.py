@@ -139,13 +139,20 @@ def test_suspect_checkpoints_are_left_out(
     assert (tmp_path / "sick_nodes.jsonl").read_text() == line
 
 
+def test_no_checkpoint_is_good_if_no_step_is_known_to_be(tmp_path: Path) -> None:
+    error = ended(tmp_path, "go-back", (2, 4), 0)
+    assert error.exit_code == 93
+    assert "All steps so far may be wrong, and so may iter_0000002, iter_0000004. There is no older" in str(error)
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
 REPLICAS = "--sites 2 --local-update local-sgd"
 
 
 @pytest.mark.parametrize(
     ("flags", "world_size", "expected"),
     [
-        ("--on-corruption go-back", 2, "--on-corruption needs --check-weight-hash-across-dp-replicas-interval or"),
+        ("--on-corruption go-back", 2, "--on-corruption needs --check-weight-hash-across-dp-replicas-interval or --r"),
         (f"{HASHES} 1 --on-corruption go-back", 2, "--on-corruption go-back needs --save and --resume auto"),
         (f"{HASHES} 1 {REPLICAS}", 2, f"{HASHES}: with local updates or parameter servers, replicas have different"),
         (f"{RERUNS} 1 {REPLICAS}", 2, f"{RERUNS} needs data parallelism that sums all gradients in each step"),

@@ -48,8 +48,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     config = "training:\n  train_iters: 600\n  lr: 0.1\n"
     long = write_run(folder / "long", lines, config=config, ledger=[{"step": 50, "kind": "late", "why": "rank 3"}])
     other = write_run(folder / "other", lines[:300], config=config.replace("0.1", "0.2"))
+    text = {"iteration": 2, "consumed_samples": 20, "consumed_tokens": 2000, "sample": f"{HOSTILE}\n{'long' * 300}"}
+    figures = {HOSTILE: 1.0, f"consumed_tokens/{HOSTILE}": 1.0, f"wait_s/{HOSTILE}": 1.0}
     hostile = write_run(
-        folder / "hostile", [step(1, **{HOSTILE: 1.0}), step(2, **{HOSTILE: 2.0})], config=f"a:\n  b: {HOSTILE!r}\n"
+        folder / "hostile",
+        [step(1, **figures), step(2, **{key: 2 * value for key, value in figures.items()}), text],
+        config=f"a:\n  b: {HOSTILE!r}\n",
     )
     empty = write_run(folder / "empty", [])
     diverged = write_run(folder / "diverged", [step(1), *(step(number, lm_loss="NaN") for number in range(2, 9))])

@@ -24,7 +24,7 @@ def test_a_run_has_a_table_for_each_kind_of_line(tmp_path: Path) -> None:
     ]
     del lines[-1]["valid_loss"]
     run = read_run(str(write_run(tmp_path / "mine", lines, config="training:\n  train_iters: 5\n", done=True)))
-    assert (run.name, run.loss, run.finished, run.problems) == ("mine", "lm_loss", True, ())
+    assert (run.name, run.facts.loss, run.finished, run.problems) == ("mine", "lm_loss", True, ())
     assert list(run.steps.steps) == [1, 2, 3]
     assert list(run.steps.pairs("grad_norm")) == [(1, 2.0), (2, math.inf), (3, 1.0 + 1.0 / 3)]
     assert list(run.steps.values("skipped")) == [0.0] * 3
@@ -68,7 +68,7 @@ def test_damaged_lines_are_left_out_and_told(after: bytes, steps: int, problem: 
 
 def test_a_run_without_lines_is_empty(tmp_path: Path) -> None:
     run = read_run(str(tmp_path))
-    assert (len(run.steps), run.loss) == (0, "")
+    assert (len(run.steps), run.facts.loss) == (0, "")
     assert "no step is finished yet" in run.problems[0]
 
 

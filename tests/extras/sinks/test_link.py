@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -66,38 +67,90 @@ def test_every_record_arrives_in_order() -> None:
     assert not told
 
 
+def told_by(sink: Background, told: list[str], count: int) -> None:
+    """Write records until there are so many messages."""
+
+    def write() -> bool:
+        sink.write(step(1))
+        return len(told) >= count
+
+    until(write)
+
+
 def test_a_service_that_raises_is_told_once_and_the_others_go_on() -> None:
     whole, told = Faulty("whole"), list[str]()
     sink = Background([Faulty(on_send=raises), whole], told.append)
-
-    def write() -> list[str]:
-        sink.write(step(1))
-        time.sleep(0.01)
-        return told
-
-    until(write)
+    told_by(sink, told, 1)
     sink.write(step(2))
     sink.close()
+    assert told[0] == (
+        "WARNING: faulty takes no records: SystemExit: no key for https://host/x. It is tried again while the run "
+        "continues, and metrics.jsonl has all records"
+    )
+    assert re.fullmatch(r"faulty: (\d+) of \1 records were lost: it failed or was too slow", told[1])
+    assert len(told) == 2
+    assert whole.got[-2:] == [2, "close"]
+
+
+def test_a_service_that_works_again_gets_records_again() -> None:
+    calls = list[int]()
+
+    def fail_twice(records: Sequence[Record]) -> None:
+        calls.append(len(records))
+        if len(calls) <= 2:
+            raise ConnectionError("restarted")
+
+    service, told = Faulty(on_send=fail_twice), list[str]()
+    sink = Background([service], told.append)
+    told_by(sink, told, 2)
+    sink.write(step(2))
+    sink.close()
+    assert "takes no records: ConnectionError: restarted" in told[0]
+    assert told[1] == "faulty takes records again"
+    assert told[2].startswith(f"faulty: {sum(calls[:2])} of {sum(calls)} records were lost")
+    assert service.got[-2:] == [2, "close"]
+
+
+def test_a_service_that_cannot_be_opened_is_left_out() -> None:
+    class Closed(Faulty):
+        def open(self) -> None:
+            raise ConnectionError("no such server")
+
+    service, told = Closed(), list[str]()
+    sink = Background([service], told.append)
+    told_by(sink, told, 1)
+    sink.close()
     assert told == [
-        "WARNING: faulty is left out from here on: SystemExit: no key for https://host/x. The run continues, and "
+        "WARNING: faulty is left out from here on: ConnectionError: no such server. The run continues, and "
         "metrics.jsonl has all records"
     ]
-    assert whole.got[-2:] == [2, "close"]
+    assert not service.got
 
 
 def test_a_service_that_hangs_is_told_once_and_is_not_waited_for() -> None:
     stuck, told = threading.Event(), list[str]()
     sink = Background([Faulty(on_send=lambda _: stuck.wait(60))], told.append, patience_s=0.2, close_s=0.2)
-    end = time.monotonic() + 10
-    while not told and time.monotonic() < end:
-        sink.write(step(1))
-        time.sleep(0.02)
+    told_by(sink, told, 1)
     begin = time.monotonic()
     sink.close()
     assert time.monotonic() - begin < 5
+    assert "faulty takes no records: it has not answered for 0 s" in told[0]
+    assert told[1:] == ["WARNING: faulty has not taken all records within 0.2 s after the last step"]
     stuck.set()
-    (message,) = told
-    assert "faulty is left out from here on: it has not answered for 0 s" in message
+
+
+def test_records_wait_for_a_service_that_hung() -> None:
+    stuck, told = threading.Event(), list[str]()
+    service = Faulty(on_send=lambda _: stuck.wait(60))
+    sink = Background([service], told.append, patience_s=0.2)
+    sink.write(step(1))
+    until(lambda: not sink._workers[0]._queue)
+    told_by(sink, told, 1)
+    stuck.set()
+    told_by(sink, told, 2)
+    sink.close()
+    assert told[1:] == ["faulty takes records again"]
+    assert service.got.count(1) == sink._workers[0]._put
 
 
 def test_a_full_queue_drops_the_oldest_and_counts_them() -> None:
@@ -114,7 +167,7 @@ def test_a_full_queue_drops_the_oldest_and_counts_them() -> None:
     assert told == [
         "WARNING: faulty is slower than the run: 10 records wait for it, and the oldest are dropped. metrics.jsonl has "
         "all of them",
-        "faulty: 20 of 31 records were dropped: it was slower than the run",
+        "faulty: 20 of 31 records were lost: it failed or was too slow",
     ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from megalite.extras.sinks.description import Description
 from megalite.extras.sinks.link import ServiceProcess
+from megalite.extras.sinks.mlflow_run import MLflowRun
 from tests.extras.sinks.records import evaluation, step
 
 pytestmark = pytest.mark.report
@@ -149,6 +150,18 @@ def test_mlflow_gets_each_step_once_also_after_a_resume(tmp_path: Path) -> None:
     evaluations = client.get_metric_history(run.info.run_id, "lm loss validation")
     assert sorted((point.step, point.value) for point in evaluations) == [(2, 3.75), (4, 3.5)]
     no_secret_in(tmp_path)
+
+
+def test_mlflow_is_not_told_of_a_death_once_the_run_has_been_continued(tmp_path: Path) -> None:
+    """Ranks that start again within a second are there before the process of those that were killed has ended."""
+    first = MLflowRun(Description(("mlflow",), str(tmp_path), 0, CONFIGURATION, 8))
+    second = MLflowRun(Description(("mlflow",), str(tmp_path), 8, CONFIGURATION, 8))
+    for service in (first, second):
+        service.open()
+    first.close(ended=False)
+    assert mlflow_run(tmp_path)[1].info.status == "RUNNING"
+    second.close(ended=False)
+    assert mlflow_run(tmp_path)[1].info.status == "FAILED"
 
 
 def test_mlflow_begins_anew_where_its_run_is_gone(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from megalite.atomic_files import require_output
 from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import ConfigurationError
-from megalite.extras.report.figures import counted, facts
+from megalite.extras.report.figures import counted, figures
 from megalite.extras.report.page import document, page
 from megalite.extras.report.recorded import read_run
 from megalite.lifecycle.failure import run_tool
@@ -57,7 +57,7 @@ def main() -> None:
         return
     write_atomically(output, page(runs).encode())
     for run in runs:
-        say(f"{run.name}: {facts(run)['state']}, {counted(len(run.steps), 'step')}", *run.problems, sep="\n  ")
+        say(f"{run.name}: {figures(run)['state']}, {counted(len(run.steps), 'step')}", *run.problems, sep="\n  ")
     say(f"the page is {output}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from megalite.run.end import end_summary, what_next
-from megalite.training.goodput import seconds_by_cause
+from megalite.training.facts import Facts
 from megalite.training.metrics import StepMetrics
 
 
@@ -25,6 +26,13 @@ def valid(number: int, wall_time: float, loss: float | str, seconds: float) -> d
     return where | {"valid_loss": loss, "evaluation_time_s": seconds, "wall_time": wall_time}
 
 
+def facts_of(records: Iterable[dict[str, Any]]) -> Facts:
+    facts = Facts()
+    for record in records:
+        facts.add(record)
+    return facts
+
+
 RUN = [
     step(1, 1012.0, start_time_s=10.0, data_time_s=0.5),  # begins at 1000
     step(2, 1014.5, data_time_s=0.25),  # 0.5 of something else
@@ -37,7 +45,7 @@ RUN = [
 
 
 def test_all_time_from_the_start_to_the_last_record_has_a_cause() -> None:
-    spent = seconds_by_cause(RUN)
+    spent = facts_of(RUN).spent
     assert spent == {
         "steps": 8.0 - 1.75,
         "data": 1.75,
@@ -51,17 +59,21 @@ def test_all_time_from_the_start_to_the_last_record_has_a_cause() -> None:
 
 
 def test_a_clock_that_is_set_back_takes_no_time_from_a_cause() -> None:
-    assert seconds_by_cause([step(1, 100.0), step(2, 50.0), step(3, 53.0)]) | {"steps": 6.0, "other": 1.0} == (
-        seconds_by_cause([step(1, 100.0), step(2, 50.0), step(3, 53.0)])
+    assert facts_of([step(1, 100.0), step(2, 50.0), step(3, 53.0)]).spent | {"steps": 6.0, "other": 1.0} == (
+        facts_of([step(1, 100.0), step(2, 50.0), step(3, 53.0)]).spent
     )
-    assert set(seconds_by_cause([]).values()) == {0.0}
+    assert set(facts_of([]).spent.values()) == {0.0}
 
 
 def test_a_summary_says_what_the_records_say() -> None:
-    gathered = {"peak_memory_bytes/max": 2.0**30, "peak_memory_bytes/max_rank": 3.0}
+    gathered = {
+        "predicted_memory_bytes": 3.5 * 2**30,
+        "peak_memory_bytes/max": 2.0**30,
+        "peak_memory_bytes/max_rank": 3.0,
+    }
     shares = {"scaling_efficiency": 0.8, "communication_share": 0.125}
     records = [*RUN[:2], RUN[2], RUN[3] | gathered | shares, *RUN[4:]]
-    assert end_summary(records, "3.5 GiB a rank") == {
+    assert end_summary(facts_of(records)) == {
         "steps": "4, 1 skipped",
         "consumed": "16 samples, 800 tokens",
         "time": "0:02:06, with 1 restart",
@@ -69,20 +81,20 @@ def test_a_summary_says_what_the_records_say() -> None:
         "speed": "100 tokens/s in steps, MFU 25.0%",
         "loss": "nan in the last step, best validation 2.7500 at step 2",
         "ranks": "work 80.0% of a step; all wait 12.5% of it",
-        "memory": "at most 1.00 GiB on rank 3; counted at the start: 3.5 GiB a rank",
+        "memory": "at most 1 GiB on rank 3; counted at the start: 3.5 GiB on rank 0",
     }
 
 
 def test_a_run_without_a_file_is_summed_up_by_its_last_step() -> None:
     record = {name: value for name, value in step(7, 0.0).items() if name != "wall_time"}
-    assert end_summary([record]) == {
+    assert end_summary(facts_of([record])) == {
         "steps": "7",
         "consumed": "28 samples, 1,400 tokens",
         "speed": "100 tokens/s in steps, MFU 25.0%",
         "loss": "3.0000 in the last step",
-        "memory": "at most 0.50 GiB on rank 0",
+        "memory": "at most 512 MiB on rank 0",
     }
-    assert end_summary([]) == {}
+    assert end_summary(Facts()) == {}
 
 
 @pytest.mark.parametrize("finished", [True, False])

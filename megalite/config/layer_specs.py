@@ -1,0 +1,127 @@
+"""Descriptions of layers, and the language of --hybrid-layer-pattern: one letter a layer, | between stages.
+
+A layer has a mixer, a feed-forward layer, or both: a letter is one of them, with its norm and its residual, and a block
+of a GPT is both. To add a letter, give it a `LayerSpec` in `LETTERS`, its costs in `layer_costs.py`, and its module in
+`megalite/model/layer_kinds.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megalite.errors import ConfigurationError
+from megalite.small_files import shown
+
+Mixer = Literal["attention"]
+FeedForward = Literal["dense", "moe"]
+PATTERN_FLAG = "--hybrid-layer-pattern"
+ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Description of one layer. The network (`model/block.py`), FLOPs and memory are computed from the list of all.
+
+    Attributes:
+        mixer: kind of the half that mixes tokens; None: the layer has none.
+        feed_forward: kind of the half that processes each token separately; None: the layer has none.
+        keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
+            all.
+    """
+
+    mixer: Mixer | None = "attention"
+    feed_forward: FeedForward | None = "dense"
+    keys_before: int | None = None
+
+    @property
+    def kinds(self) -> tuple[Mixer | FeedForward, ...]:
+        """Kinds of the halves that the layer has, in order."""
+        return tuple(kind for kind in (self.mixer, self.feed_forward) if kind is not None)
+
+
+LETTERS: Mapping[str, LayerSpec] = {
+    ATTENTION_LETTER: LayerSpec("attention", None),
+    "-": LayerSpec(None, "dense"),
+    EXPERTS_LETTER: LayerSpec(None, "moe"),
+}
+_LATER = {
+    "M": "a Mamba-2 layer",
+    "G": "a gated delta net",
+    "K": "Kimi delta attention",
+    "L": "a short convolution",
+    "+": "multi-head latent attention",
+    "D": "sparse attention",
+    "/": "the beginning of a layer of multi-token prediction",
+}
+
+
+def count_of_pattern(pattern: str) -> int:
+    """Return the number of letters of a pattern, known or not."""
+    return len(pattern) - pattern.count(NEXT_STAGE)
+
+
+def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+
+    Raises:
+        ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
+            layers than there are windows: that of --num-layers.
+    """
+    specs = []
+    for place, letter in enumerate(pattern, start=1):
+        if letter == NEXT_STAGE:
+            continue
+        if letter not in LETTERS:
+            known = "* attention, - dense feed-forward, E experts, | next stage"
+            what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
+            raise ConfigurationError(
+                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"
+            )
+        specs.append(LETTERS[letter])
+    if not specs:
+        raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    if len(specs) != len(windows):
+        raise ConfigurationError(
+            f"{PATTERN_FLAG} {shown(pattern)} has {len(specs)} layers, but --num-layers is {len(windows)}: leave "
+            "--num-layers out"
+        )
+    return tuple(
+        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
+        for spec, before in zip(specs, windows, strict=True)
+    )
+
+
+def stages_of_pattern(pattern: str | None) -> list[int] | None:
+    """Return the number of layers of each stage of a pattern; None if it does not divide them by |."""
+    if pattern is None or NEXT_STAGE not in pattern:
+        return None
+    return [len(stage) for stage in pattern.split(NEXT_STAGE)]
+
+
+def pattern_of(layers: Sequence[LayerSpec]) -> str:
+    """Return the letters of layers, those of both halves of a block of a GPT in order."""
+    of_kinds = {kind: letter for letter, spec in LETTERS.items() for kind in spec.kinds}
+    return "".join(of_kinds[kind] for layer in layers for kind in layer.kinds)
+
+
+def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int | None], ...]:
+    """Return, for each layer, the numbers of its mixer and of its feed-forward layer in the names of their weights.
+
+    None is the number of a half that it lacks.
+
+    Mixers of one kind are counted among themselves, and so are all feed-forward layers, whatever stands between. So the
+    n-th attention and the n-th feed-forward layer have the names, the initial values and the dropout of block n of a
+    GPT, whose checkpoint has a place for each of them.
+    """
+    counts: Counter[str] = Counter()
+
+    def number(half: str | None) -> int | None:
+        if half is None:
+            return None
+        counts[half] += 1
+        return counts[half] - 1
+
+    return tuple((number(layer.mixer), number(layer.feed_forward and "feed-forward")) for layer in layers)

@@ -1,0 +1,140 @@
+"""Kinds of layers: for each mixer and each feed-forward layer, what makes it and which loss terms it returns.
+
+Their letters are in `megalite/config/layer_specs.py`, and their costs in `megalite/config/layer_costs.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from megalite.config.layer_specs import FeedForward, Mixer
+from megalite.config.model import ModelConfig
+from megalite.model.attention import Attention, AttentionSizes
+from megalite.model.batch import LayerContext
+from megalite.model.mlp import MLP, FeedForwardSizes
+from megalite.model.moe import MoE
+from megalite.model.norm import LayerNorm, RMSNorm
+from megalite.model.recompute import Recompute
+from megalite.model.router import Router
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.stage import LossTerm, TermSums
+
+
+class MixerModule(Protocol):
+    """Layer that mixes tokens, such as attention.
+
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
+    """
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+
+
+class FeedForwardModule(Protocol):
+    """Layer that processes each token separately. It also returns the sums of its loss terms.
+
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
+    """
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
+
+
+class LayerKind(NamedTuple):
+    """Kind of half of a layer: a mixer or a feed-forward layer.
+
+    Attributes:
+        make: makes that of a layer, by the layer's place in the network.
+        norm: name of the norm before it. With the number of the layer in names, it is unique in the network.
+        output_norm: name of the norm after it, which networks with sandwich norms have.
+        site: site of the dropout of its output (`SITES` in `megalite/parallel/randomness.py`), as unique as the norm.
+        loss_terms: declares the loss terms that layers of this kind return. A sum over the tokens of a layer's input
+            has the axes `context.token_axes`.
+    """
+
+    make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]
+    norm: str
+    output_norm: str
+    site: str
+    loss_terms: Callable[[ModelConfig, ParallelContext], tuple[LossTerm, ...]] = lambda config, context: ()
+
+
+def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
+    """Return the function that makes the network's norms, of a context, a name and a width."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return functools.partial(kind, eps=config.norm_epsilon, around_one=config.apply_layernorm_1p)
+
+
+def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
+    """Make the attention of a layer from the network's configuration."""
+    number, _ = config.numbers[layer]
+    assert number is not None
+    scalar = config.query_pre_attn_scalar
+    sizes = AttentionSizes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.kv_groups,
+        width=config.head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        bias=config.add_bias_linear or config.add_qkv_bias,
+        output_bias=config.add_bias_linear,
+        window=config.layers[layer].keys_before,
+        scale=None if scalar is None else 1.0 / math.sqrt(scalar),
+        cap=config.attn_logit_softcapping,
+        dropout=config.attention_dropout,
+        rotary_interleaved=config.rotary_interleaved,
+    )
+    norm = make_norm(config) if config.qk_layernorm else None
+    return Attention(
+        context,
+        f"layers.{number}.attention",
+        sizes,
+        norm=norm,
+        layer=number,
+        way=context.attention_ways[layer % len(context.attention_ways)],
+        recompute=recompute.attention,
+    )
+
+
+def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
+    """Return the sizes of layers of this inner width."""
+    std, output_std = config.init_method_std, config.output_init_std
+    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+
+
+def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:
+    return MLP(context, f"layers.{config.numbers[layer][1]}.mlp", feed_forward_sizes(config, config.ffn_size))
+
+
+def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MoE:
+    """Make the experts of a layer from the network's configuration."""
+    shared = config.moe_shared_expert_intermediate_size
+    experts = MoE(
+        context,
+        f"layers.{config.numbers[layer][1]}.moe",
+        Router(config, context, layer),
+        feed_forward_sizes(config, config.expert_ffn_size),
+        shared=None if shared is None else feed_forward_sizes(config, shared),
+        shared_gate=config.moe_shared_expert_gate and shared is not None,
+        overlaps_shared_experts=config.moe_shared_expert_overlap,
+        dispatcher=config.moe_token_dispatcher_type,
+        padded=config.moe_pad_expert_input_to_capacity,
+    )
+    experts.recompute = recompute is not None and recompute.moe
+    return experts
+
+
+def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+    return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
+
+
+LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
+    "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
+    "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
+}

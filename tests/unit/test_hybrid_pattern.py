@@ -1,0 +1,194 @@
+"""--hybrid-layer-pattern: its grammar, what contradicts it, and the GPTs that are patterns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.checkpoint.compatibility import check_same_function, function_of
+from megalite.config import ModelConfig
+from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
+from megalite.config.model import as_gpt
+from megalite.config.parse import parse_arguments
+from megalite.config.pipeline_layout import stage_layers
+from megalite.config.single_rank import take_single_rank
+from megalite.config.validate import resolve
+from megalite.conversion.families import FAMILIES
+from megalite.conversion.family import choose
+from megalite.conversion.megatron_arguments import arguments_of
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.inference.network import logits, make_network
+from megalite.model.cache import StageCache
+from megalite.model.gpt import GPT
+from megalite.optim.layout import unique_parameters
+from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.tasks.flops import flops_per_token
+from tests.initial_weights import Network
+
+RUN = (
+    "--hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 --mock-data --tokenizer-type "
+    "NullTokenizer --vocab-size 30 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 2"
+)
+PLAIN = ModelConfig(2, 16, 4, max_position_embeddings=8, vocab_size=30)
+
+
+def pattern(letters: str, **options: object) -> ModelConfig:
+    return replace(PLAIN, num_layers=len(letters.replace("|", "")), hybrid_layer_pattern=letters, **options)  # type: ignore[arg-type]
+
+
+def test_a_letter_is_one_half_of_a_block() -> None:
+    halves = [(layer.mixer, layer.feed_forward) for layer in pattern("*|-E", num_experts=2).layers]
+    assert halves == [("attention", None), (None, "dense"), (None, "moe")]
+
+
+def test_the_number_of_layers_is_that_of_the_letters() -> None:
+    config = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "**|-*|"]).config
+    assert (config.model.num_layers, pattern_of(config.model.layers)) == (4, "**-*")
+    old = parse_arguments([*RUN.split(), "--hybrid-override-pattern=--", "--num-layers", "2"]).config
+    assert pattern_of(old.model.layers) == "--"
+    _, argv = take_single_rank([*RUN.split(), "--hybrid-layer-pattern=--", "--tp", "1"], 1)
+    assert parse_arguments(argv).config.model.hybrid_layer_pattern == "--"
+
+
+@pytest.mark.parametrize(
+    ("letters", "ranks", "stages"),
+    [
+        ("*-*-", 2, [2, 2]),
+        ("*|-*-", 2, [1, 3]),
+        ("*|-||*-", 2, [1, 1, 0, 2]),
+        ("|*-", 2, [0, 2]),
+    ],
+)
+def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]) -> None:
+    flags = [*RUN.split(), "--pp", str(ranks), "--hybrid-layer-pattern", letters]
+    config = resolve(parse_arguments(flags).config, ranks)
+    assert [stage.layers for stage in stage_layers(config.model, config.parallel)] == stages
+
+
+@pytest.mark.parametrize(
+    ("letters", "flags", "problem"),
+    [
+        ("*M-", "", "'*M-': 'M', character 2, is a Mamba-2 layer, which megalite does not have yet"),
+        ("G", "", "'G', character 1, is a gated delta net, which"),
+        ("K", "", "'K', character 1, is Kimi delta attention, which"),
+        ("L", "", "'L', character 1, is a short convolution, which"),
+        ("*+", "", "'+', character 2, is multi-head latent attention, which"),
+        ("D", "", "'D', character 1, is sparse attention, which"),
+        ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
+        ("* -", "", "' ', character 2, is unknown; there are * attention, - dense feed-forward, E experts, | next"),
+        ("|", "", "'|' has no layers: give one letter for each"),
+        ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
+        ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
+        ("*-", "--num-experts 2", "'*-' has no layer with experts (E): leave --num-experts out, or write one"),
+        ("*E", "--num-experts 2 --moe-layer-freq 1", "says which layers have experts (E): leave --moe-layer-freq out"),
+        ("*-", "--use-parallel-residual", "has one half of a block in each layer: --use-parallel-residual needs both"),
+        ("*-|*|-", "--pp 2", "3 stages of --hybrid-layer-pattern '*-|*|-' cannot be divided evenly among 2 ranks"),
+        ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
+        ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
+        ("*-*", "--pp 2", "--num-layers 3 cannot be divided evenly among 2 stages"),
+        ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
+        ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
+        ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
+        ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
+        ("--", "--cp 2 --seq-length 8", "--context-parallel-size needs attention (*) in --hybrid-layer-pattern"),
+    ],
+)
+def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) -> None:
+    argv = [*RUN.split(), *flags.split(), f"--hybrid-layer-pattern={letters}"]
+    with pytest.raises(ConfigurationError) as raised:
+        resolve(parse_arguments(argv).config, 2)
+    (line,) = [line for line in str(raised.value).splitlines() if problem in line]
+    assert line.isprintable()
+
+
+def test_halves_have_the_names_of_a_gpts_blocks() -> None:
+    """Megatron-LM's rule: the n-th attention is that of block n, and so is the n-th feed-forward layer."""
+    layers = [LETTERS[letter] for letter in "**--E*"]
+    assert numbers_in_names(layers) == ((0, None), (1, None), (None, 0), (None, 1), (None, 2), (2, None))
+    assert numbers_in_names(PLAIN.layers) == ((0, 0), (1, 1))
+
+
+def test_initial_weights_are_those_of_the_rule() -> None:
+    network = GPT(pattern("**--*"), ParallelMesh(), dtype=torch.float64)
+    for parameter in unique_parameters(network):
+        set_initial_values(parameter, 3)
+    expected = Network(5, 16, 4, 4, 4, 64, 30, 0.02, positions=8, pattern="**--*").weights(3, torch.float64)
+    found = {piece.tensor.name: piece for _, piece in named_pieces(network)}
+    assert found.keys() == expected.keys()
+    for parameter, piece in named_pieces(network):
+        if piece.tensor.name != "embedding.word":  # padded
+            assert torch.equal(piece.view(parameter.detach()), expected[piece.tensor.name])
+
+
+def test_a_pattern_of_blocks_is_a_gpt() -> None:
+    assert as_gpt(pattern("*|-*-")) == PLAIN
+    experts = {"num_experts": 4, "window_size": "3,0"}
+    gpt = as_gpt(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
+    same = replace(PLAIN, **experts, moe_layer_freq="[0,1]", window_attn_skip_freq="[1,0]")  # type: ignore[arg-type]
+    assert gpt.layers == same.layers
+    assert (
+        function_of(gpt)
+        == function_of(same)
+        == function_of(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
+    )
+    assert gpt.output_init_std == same.output_init_std == pattern("*-*E", **experts).output_init_std
+    for other in ("**--", "-*-*", "*-*"):
+        assert as_gpt(pattern(other)).hybrid_layer_pattern == other
+
+
+def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
+    for letters in ("*-*-", "*|-*|-", "**--", "-*-*"):
+        check_same_function("it", PLAIN, pattern(letters))
+    for letters in ("*-*-", "*|-*|-"):
+        check_same_function("it", pattern(letters), PLAIN)
+        check_same_function("it", pattern(letters), pattern("**--"))  # it is that of a GPT
+    for letters in ("**--", "-*-*"):
+        with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+            check_same_function("it", pattern(letters), PLAIN)
+    check_same_function("it", pattern("*|*--"), pattern("**-|-"))
+    for one, other in (("**--", "-*-*"), ("**--", "*-*-"), ("*-", "*-*")):
+        with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+            check_same_function("it", pattern(one), pattern(other))
+    for letters in ("*-*", "*--", "*-*-*-"):
+        with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern: \*-\*- in the checkpoint"):
+            check_same_function("it", PLAIN, pattern(letters))
+
+
+def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LETTERS, "M", LayerSpec("another", None))  # type: ignore[arg-type, index]
+    other = pattern("M-M-", window_size="3,0", window_attn_skip_freq="[1,1,1,1]")
+    assert as_gpt(other) == as_gpt(other, in_any_order=True) == other
+    assert [layer.keys_before for layer in other.layers] == [None] * 4
+    with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
+        check_same_function("it", PLAIN, pattern("M-M-"))
+
+
+def test_other_formats_have_no_other_patterns() -> None:
+    with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
+        choose(FAMILIES, pattern("**--"))
+    with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
+        arguments_of(pattern("**--"), {}, 8, 128)
+
+
+def test_operations_are_those_of_the_halves() -> None:
+    layers = {letters: flops_per_token(pattern(letters), 0, 8) for letters in ("*", "-", "**-", "*-*-")}
+    assert layers["**-"] == 2 * layers["*"] + layers["-"]
+    assert layers["*-*-"] == flops_per_token(PLAIN, 0, 8) > 0
+
+
+@torch.no_grad()
+def test_generation_caches_each_attention() -> None:
+    """Token by token, with a cache, as all at once."""
+    network = make_network(pattern("-**-*"), ParallelMesh(), torch.float64)
+    for parameter in unique_parameters(network.stage):
+        set_initial_values(parameter, seed=1)
+    tokens = torch.arange(6)[None] * 5 % 30
+    cache = StageCache(8)
+    found = [network.run(tokens[:, [at]], torch.tensor([[at]]), cache) for at in range(6)]
+    assert network.stage.head is not None
+    one_by_one = torch.cat([network.stage.head(hidden) for hidden in found]).transpose(0, 1)
+    torch.testing.assert_close(one_by_one[..., :30], logits(network, tokens), rtol=1e-12, atol=1e-12)
