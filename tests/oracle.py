@@ -13,7 +13,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -32,11 +32,13 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
+from tests.mixers_oracle import Mixers
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
+RECURRENT = {"M": "mamba", "G": "gated_delta"}  # the letters of layers that are not halves of a GPT's
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class Oracle:
     yarn_mscales: tuple[float, float] = (1.0, 0.0)
     yarn_attention_factor: float | None = None
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward; None: both halves in each
+    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward, M, G; None: both halves in each
+    mixers: Mixers = Mixers()
 
     def logits(
         self,
@@ -107,9 +110,13 @@ class Oracle:
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         hidden = dropout.embedding(hidden)
-        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        layers = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("layers.")), default=-1)
         halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
-        for layer, window in zip(halves, self.windows or [None] * len(halves), strict=True):
+        for place, (layer, window) in enumerate(zip(halves, self.windows or [None] * len(halves), strict=True)):
+            if self.pattern is not None and (letter := self.pattern[place]) in RECURRENT:
+                number = self.pattern[:place].count(letter)
+                hidden = self.recurrent(weights, letter, number, hidden, document_ids, dropout)
+                continue
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
@@ -153,6 +160,17 @@ class Oracle:
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
             hidden = hidden + dropout.transformed(number, transformed)
         return hidden
+
+    def recurrent(
+        self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
+    ) -> Tensor:
+        """One layer of Mamba-2 or the gated delta net, the one with this number of its kind."""
+        layer, kind = f"layers.{number}.", RECURRENT[letter]
+        normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
+        mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
+        if f"{layer}{kind}_output_norm.weight" in weights:
+            mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
+        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + "MG".index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -269,9 +287,12 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and the rest together."""
-    counts = [pattern[:place].count("*") for place in range(len(pattern))]
-    return [(n, None) if pattern[place] == "*" else (None, place - n) for place, n in enumerate(counts)]
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; M and G: none."""
+    before = [pattern[:place] for place in range(len(pattern))]
+    return [
+        (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)
+        for letter, text in zip(pattern, before, strict=True)
+    ]
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
