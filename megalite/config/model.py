@@ -188,6 +188,9 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = None
     """Layers as letters, without num-layers: * attention, - dense feed-forward, E experts, each with its norm and its
     residual; | begins the next pipeline stage. Unset: every layer is attention and a feed-forward layer."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
 
     @property
     def rotary(self) -> bool:
