@@ -8,7 +8,7 @@ It imports nothing of megalite, and takes weights by global logical name:
 
     layers.{i}.gated_delta.query|key [key heads, width, hidden]       ...value|z [heads, value width, hidden]
     layers.{i}.gated_delta.beta|alpha [heads, hidden]                 ...conv_query|conv_key|conv_value [..., taps]
-    layers.{i}.gated_delta.dt_bias|A_log [heads]   ...norm.weight [value width]      ...output [hidden, heads, value width]
+    layers.{i}.gated_delta.dt_bias|A_log [heads]   ...norm.weight [value width]      ...output [hidden, heads, width]
 
 Everything is in the dtype of the weights.
 """

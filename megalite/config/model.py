@@ -219,6 +219,9 @@ class ModelConfig:
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
 
     @property
     def rotary(self) -> bool:

@@ -39,7 +39,7 @@ def _mamba(model: ModelConfig) -> Iterator[str]:
 def uneven_recurrent_widths(model: ModelConfig) -> dict[str, int]:
     """Return the widths of recurrent layers that tensor-parallel ranks must split evenly, by their names."""
     kinds = {layer.mixer for layer in model.layers}
-    widths = {}
+    widths: dict[str, int] = {}
     if "mamba" in kinds:
         widths |= {"Mamba-2 heads": model.mamba_heads, "Mamba-2 groups": model.mamba_num_groups}
     if "gated_delta" in kinds:

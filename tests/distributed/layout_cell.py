@@ -115,6 +115,7 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    output_gate: bool = False  # of attention
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -334,6 +335,7 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        attention_output_gate=cell.output_gate,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -417,6 +419,7 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        output_gate=cell.output_gate,
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
