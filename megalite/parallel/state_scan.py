@@ -133,6 +133,6 @@ def _numbers(layout: SequenceLayout) -> list[list[int]]:
 
 def _in_order(layout: SequenceLayout, gathered: Tensor) -> Tensor:
     """Put what was gathered of each rank's runs, [ranks, runs of a rank, ...], into the order of the sample."""
-    by_rank = sum(_numbers(layout), [])
+    by_rank = [number for numbers in _numbers(layout) for number in numbers]
     order = torch.tensor([by_rank.index(number) for number in range(len(by_rank))], device=gathered.device)
     return gathered.flatten(0, 1)[order]
