@@ -10,7 +10,7 @@ from megalite.config.model import ModelConfig
 
 
 def recurrent_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each option of recurrent layers that contradicts another, or is for a layer that is not there."""
+    """Yield a line for each option of recurrent layers that contradicts another, or is for a layer not there."""
     letters = model.hybrid_layer_pattern or ""
     if MAMBA_LETTER not in letters:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")

@@ -1,8 +1,9 @@
 """Recurrent layers under context parallelism: states and the tokens before a cut, from the ranks that have them.
 
-A run of consecutive tokens maps the state that enters it to the one that leaves it, and this map is affine. Ranks gather
-the maps of all runs, whose size does not depend on the number of tokens, and compose them in the order of the sample:
-so a sample may be cut in any way (`parallel/sequence.py`). Backward gathers the adjoint maps, and goes from the end.
+A run of consecutive tokens maps the state that enters it to the one that leaves it, and this map is affine. Ranks
+gather the maps of all runs, whose size does not depend on the number of tokens, and compose them in the order of the
+sample: so a sample may be cut in any way (`parallel/sequence.py`). Backward gathers the adjoint maps, and goes from the
+end.
 
 A causal convolution needs the last tokens before each run. Every rank gathers the ends of all runs.
 
