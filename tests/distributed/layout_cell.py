@@ -307,8 +307,8 @@ def model_config(cell: Cell) -> ModelConfig:
     return ModelConfig(
         **expert_options(cell),
         num_layers=layers(cell),
-        hybrid_layer_pattern=cell.pattern,
         **recurrent_options(cell),
+        hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden_size=HIDDEN,
         num_attention_heads=heads,
         kv_channels=4,
