@@ -10,6 +10,9 @@ It imports nothing of megalite, and takes weights by global logical name:
     layers.{i}.gated_delta.beta|alpha [heads, hidden]                 ...conv_query|conv_key|conv_value [..., taps]
     layers.{i}.gated_delta.dt_bias|A_log [heads]   ...norm.weight [value width]      ...output [hidden, heads, width]
 
+    layers.{i}.short_convolution.B|C|x [channels, hidden]     ...B_bias|C_bias|x_bias|conv_bias [channels] (with biases)
+    layers.{i}.short_convolution.conv [channels, taps]        ...output [hidden, channels]  ...output_bias [hidden]
+
 Everything is in the dtype of the weights.
 """
 
@@ -104,13 +107,26 @@ class Mixers:
         output = output * weights[name + "norm.weight"] * F.silu(z)
         return F.linear(output.flatten(2), weights[name + "output"].flatten(1))
 
+    def short_convolution(self, weights: Weights, name: str, hidden: Tensor, documents: Tensor | None) -> Tensor:
+        """LFM2's short convolution of `[batch, sequence, hidden]`; documents `[batch, sequence]`."""
+        b, c, x = (
+            F.linear(hidden, weights[name + part], weights.get(name + part + "_bias")) for part in ("B", "C", "x")
+        )
+        mixed = _taps((b * x)[:, :, None], weights[name + "conv"][None], weights.get(name + "conv_bias"), documents)
+        return F.linear(c * mixed.squeeze(2), weights[name + "output"], weights.get(name + "output_bias"))
+
 
 def _project(weight: Tensor, hidden: Tensor) -> Tensor:
     return F.linear(hidden, weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1])
 
 
 def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
-    """Sum over the taps of `[batch, sequence, heads, channels]`; the last tap is the token itself. Then SiLU."""
+    """Sum over the taps, then SiLU."""
+    return F.silu(_taps(input, weight, bias, documents))
+
+
+def _taps(input: Tensor, weight: Tensor, bias: Tensor | None, documents: Tensor | None) -> Tensor:
+    """Sum over the taps of `[batch, sequence, heads, channels]`; the last tap is the token itself."""
     taps, output = weight.shape[-1], torch.zeros_like(input) if bias is None else bias.expand_as(input)
     for back in range(min(taps, input.shape[1])):
         before = F.pad(input, (0, 0, 0, 0, back, 0))[:, : input.shape[1]]
@@ -118,4 +134,4 @@ def _convolution(input: Tensor, weight: Tensor, bias: Tensor | None, documents: 
             same = F.pad(documents[:, back:] == documents[:, : documents.shape[1] - back], (back, 0))
             before = before * same[..., None, None]
         output = output + before * weight[..., taps - 1 - back]
-    return F.silu(output)
+    return output

@@ -78,10 +78,20 @@ def _delta_products(model: ModelConfig, seen: float) -> float:
     return _delta_weights(model) + model.linear_conv_kernel_dim * channels + within + 3 * heads * key * value
 
 
+def _convolution_weights(model: ModelConfig) -> int:
+    return 4 * model.hidden_size**2
+
+
+def _convolution_products(model: ModelConfig, seen: float) -> float:
+    """Each channel has two products with gates beside those of the convolution."""
+    return _convolution_weights(model) + (model.short_conv_kernel_dim + 2) * model.hidden_size
+
+
 LAYER_COSTS: Mapping[Mixer | FeedForward, LayerCost] = {
     "attention": LayerCost(_attention_weights, _attention_products),
     "mamba": LayerCost(_mamba_weights, _mamba_products),
     "gated_delta": LayerCost(_delta_weights, _delta_products),
+    "short_convolution": LayerCost(_convolution_weights, _convolution_products),
     "dense": LayerCost(_dense_weights, lambda model, seen: _dense_weights(model)),
     "moe": LayerCost(_experts_weights, _experts_products),
 }

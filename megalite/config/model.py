@@ -186,9 +186,9 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, * attention, - dense feed-forward, E
-    experts, each with its norm and its residual; | begins the next stage, as in pipeline-model-parallel-layout. Unset:
-    every layer is attention and a feed-forward layer."""
+    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, L short convolution, * attention, - dense
+    feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
+    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -222,6 +222,10 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
     (Qwen3-Next)."""
+    short_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 3
+    """Tokens that a short convolution layer sees (LFM2)."""
+    short_conv_bias: bool = False
+    """Biases in a short convolution layer: of its projections and of the convolution."""
 
     @property
     def rotary(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, PATTERN_FLAG
+from megalite.config.layer_specs import CONVOLUTION_LETTER, DELTA_LETTER, MAMBA_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 
 
@@ -16,6 +16,8 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
     else:
         yield from _mamba(model)
+    if CONVOLUTION_LETTER not in letters:
+        yield from needs(model, "short_conv_*", f"a short convolution, {CONVOLUTION_LETTER} in {PATTERN_FLAG}")
     if DELTA_LETTER not in letters:
         yield from needs(model, "linear_*", f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
     elif (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
@@ -42,6 +44,8 @@ def uneven_recurrent_widths(model: ModelConfig) -> dict[str, int]:
     widths: dict[str, int] = {}
     if "mamba" in kinds:
         widths |= {"Mamba-2 heads": model.mamba_heads, "Mamba-2 groups": model.mamba_num_groups}
+    if "short_convolution" in kinds:
+        widths["channels of the short convolution"] = model.hidden_size
     if "gated_delta" in kinds:
         widths["key heads of the gated delta net"] = model.linear_num_key_heads
     return widths

@@ -24,6 +24,7 @@ from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.model.router import Router
+from megalite.model.short_convolution import ConvolutionSizes, ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.stage import LossTerm, TermSums
 
@@ -140,6 +141,20 @@ def make_gated_delta(
     return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
 
 
+def make_short_convolution(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> ShortConvolution:
+    """Make the short convolution of a layer from the network's configuration."""
+    sizes = ConvolutionSizes(
+        hidden=config.hidden_size,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        taps=config.short_conv_kernel_dim,
+        bias=config.short_conv_bias,
+    )
+    return ShortConvolution(context, f"layers.{config.numbers[layer][0]}.short_convolution", sizes)
+
+
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
@@ -176,6 +191,12 @@ LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
     "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
     "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
+    "short_convolution": LayerKind(
+        make_short_convolution,
+        "short_convolution_norm",
+        "short_convolution_output_norm",
+        "short convolution output",
+    ),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -37,12 +37,71 @@ class RecurrentCache:
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these sequences of the batch."""
-        if self.state is not None and self.tail is not None:
-            self.state, self.tail = self.state[rows], self.tail[:, rows]
+        if self.state is not None:
+            self.state = self.state[rows]
+        if self.tail is not None:
+            self.tail = self.tail[:, rows]
 
 
-class RecurrentCore(nn.Module):
-    """Convolution and recurrence of a layer, over the runs of tokens that this rank has of each sample."""
+class Convolution(nn.Module):
+    """Short causal convolution by channel, over the runs of tokens that this rank has of each sample."""
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        weights: Sequence[LogicalTensor],
+        biases: Sequence[LogicalTensor],
+        *,
+        taps: int,
+        silu: bool,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            weights: parts of the convolution, [heads, ..., taps] each, in the order of its channels.
+            biases: those of its biases, [heads, ...]; none without biases.
+            silu: SiLU follows the convolution.
+        """
+        super().__init__()
+        self.weight = context.parameter(stacked([context.split(part, {0: "heads"}) for part in weights]))
+        bias = [context.split(part, {0: "heads"}, columns=0) for part in biases]
+        self.bias = context.parameter(stacked(bias)) if bias else None
+        self.taps, self.silu = taps, silu
+        group = context.mesh.group("cp")
+        self.over = group if group.size > 1 else None
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        return [] if self.over is None or self.taps == 1 else [INSIDE[0]]
+
+    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
+        """Apply the convolution to this rank's tokens [tokens, batch, channels]."""
+        if cache is not None and context.cache is not None:
+            return self._convolve_further(input, cache, context.cache.real)
+        segments, halos = segments_of(context), None
+        if self.over is not None and self.taps > 1:
+            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
+        return short_convolution(input, self.weight, self.bias, segments, halos, silu=self.silu)
+
+    def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
+        """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
+        tail = input.new_zeros(self.taps - 1, *input.shape[1:]) if cache.tail is None else cache.tail
+        if len(input) == 1 and real is None:
+            output, cache.tail = convolution_step(input, self.weight, self.bias, tail, silu=self.silu)
+            return output
+        whole = torch.cat([tail, input])
+        output = short_convolution(input, self.weight, self.bias, None, [tail], silu=self.silu)
+        if real is None:
+            cache.tail = whole[len(input) :]
+        else:
+            last = real.sum(1) + torch.arange(len(tail), device=input.device)[:, None]
+            cache.tail = whole.gather(0, last.unsqueeze(-1).expand(*last.shape, input.shape[-1]))
+        return output
+
+
+class RecurrentCore(Convolution):
+    """Convolution with SiLU, and recurrence of a layer."""
 
     def __init__(
         self,
@@ -57,46 +116,16 @@ class RecurrentCore(nn.Module):
         """Make the layer.
 
         Args:
-            weights: parts of the convolution, [heads, ..., taps] each, in the order of its channels.
-            biases: those of its biases, [heads, ...]; none without biases.
+            weights, biases: see `Convolution`.
             delta: see `recurrence`, as `chunk`.
         """
-        super().__init__()
-        self.weight = context.parameter(stacked([context.split(part, {0: "heads"}) for part in weights]))
-        bias = [context.split(part, {0: "heads"}, columns=0) for part in biases]
-        self.bias = context.parameter(stacked(bias)) if bias else None
-        self.taps, self.delta, self.chunk = taps, delta, chunk
-        group = context.mesh.group("cp")
-        self.over = group if group.size > 1 else None
+        super().__init__(context, weights, biases, taps=taps, silu=True)
+        self.delta, self.chunk = delta, chunk
 
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
-        return [] if self.over is None else list(INSIDE if self.taps > 1 else INSIDE[1:])
-
-    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
-        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
-        if cache is not None and context.cache is not None:
-            return self._convolve_further(input, cache, context.cache.real)
-        segments, halos = segments_of(context), None
-        if self.over is not None and self.taps > 1:
-            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
-        return short_convolution(input, self.weight, self.bias, segments, halos)
-
-    def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
-        """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
-        tail = input.new_zeros(self.taps - 1, *input.shape[1:]) if cache.tail is None else cache.tail
-        if len(input) == 1 and real is None:
-            output, cache.tail = convolution_step(input, self.weight, self.bias, tail)
-            return output
-        whole = torch.cat([tail, input])
-        output = short_convolution(input, self.weight, self.bias, None, [tail])
-        if real is None:
-            cache.tail = whole[len(input) :]
-        else:
-            last = real.sum(1) + torch.arange(len(tail), device=input.device)[:, None]
-            cache.tail = whole.gather(0, last.unsqueeze(-1).expand(*last.shape, input.shape[-1]))
-        return output
+        return [] if self.over is None else [*super().inside, INSIDE[1]]
 
     def recur(
         self,

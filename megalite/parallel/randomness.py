@@ -30,6 +30,7 @@ SITES = {
     "mlp output": 3,
     "mamba output": 4,
     "gated delta output": 5,
+    "short convolution output": 6,
 }
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 

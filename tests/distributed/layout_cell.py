@@ -36,6 +36,8 @@ MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4,
 """Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
 DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
 """Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
+CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True)}
+"""Of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
@@ -359,6 +361,8 @@ def recurrent_options(cell: Cell) -> dict[str, Any]:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
         options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
+    if "L" in (cell.pattern or ""):
+        options["short_conv_kernel_dim"], options["short_conv_bias"] = CONVOLUTION[cell.recurrent]
     return options
 
 
@@ -427,6 +431,7 @@ def network(cell: Cell) -> Network:
         shared_gate=family == "switch",
         mamba=MAMBA[cell.recurrent],
         delta=DELTA[cell.recurrent],
+        convolution=CONVOLUTION[cell.recurrent],
     )
 
 

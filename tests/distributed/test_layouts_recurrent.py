@@ -1,4 +1,4 @@
-"""Recurrent layers, Mamba-2 (M) and the gated delta net (G), on layouts that split the network in every way.
+"""Mamba-2 (M), the gated delta net (G) and the short convolution (L) on layouts that split the network in every way.
 
 Samples have 24 tokens, chunks of the recurrences 5 and 4, and their grid begins with the sample: cuts of context
 parallelism lie on it and off it, and at 4 ranks a cut is shorter than the convolution. With `documents`, one begins at
@@ -42,10 +42,23 @@ LAYOUTS: dict[str, Row] = {
     "zero2": {"pattern": "GM-", "dp": 2, "zero": 2, "recurrent": "wide"},
     "zero3": {"pattern": "MG*-", "dp": 2, "zero": 3, "overlap": "reduce and gather", "documents": True},
     "zero3-tp2-cp2": {"pattern": "GM*", "dp": 2, "zero": 3, "tp": 2, "cp": 2, "documents": True},
+    "L alone": {"pattern": "L", "dp": 1, "documents": True, "micro_batch_size": 2},
+    "L, tp2-sp, biases": {
+        "pattern": "L-L",
+        "dp": 1,
+        **SP,
+        "recurrent": "wide",
+        "documents": True,
+        "recompute": "block",
+    },
+    "L, cp2-tp2": {"pattern": "L*-", "dp": 1, "cp": 2, "tp": 2, "documents": True, "family": "llama"},
+    "L, cp4, biases": {"pattern": "L-", "dp": 1, "cp": 4, "recurrent": "wide", "documents": True},
+    "L, zero3, pp2, other norms": {"pattern": "L|L*-", "dp": 2, "pp": 2, "zero": 3, "family": "gemma"},
+    "L, one tap, cp2": {"pattern": "LG", "dp": 1, "cp": 2, "recurrent": "plain", "recompute": "uniform"},
     "experts": {"pattern": "MEG-*E", "dp": 2, "ep": 2, "zero": 1, "family": "mixtral", "documents": True},
     "experts, cp2, pp2": {"pattern": "GE*|ME", "dp": 1, "cp": 2, "pp": 2, "ep": 2, "family": "deepseek"},
 }
-OFTEN = ["other norms", "tp2-sp", "cp2", "cp3", "pp2-cp2", "experts"]
+OFTEN = ["other norms", "tp2-sp", "cp2", "cp3", "pp2-cp2", "L, tp2-sp, biases", "L, cp4, biases", "experts"]
 LOADS: dict[str, tuple[Row, Row]] = {
     "tp2 to pp2": ({"dp": 1, "tp": 2, "pattern": "MG*-"}, {"dp": 1, "pp": 2, "pattern": "MG|*-"}),
     "zero3 to cp2": ({"dp": 2, "zero": 3, "pattern": "GM-"}, {"dp": 1, "cp": 2, "pattern": "GM-"}),
