@@ -76,8 +76,8 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
             continue
         if letter not in LETTERS:
             known = (
-                "M Mamba-2, G gated delta net, L short convolution, * attention, - dense feed-forward, E experts, | next "
-                "stage"
+                "M Mamba-2, G gated delta net, L short convolution, * attention, - dense feed-forward, E experts, "
+                "| next stage"
             )
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(

@@ -32,9 +32,9 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
-MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4)}
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
 """Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
-DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
 """Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True)}
 """Of the short convolution: (tokens that it sees, biases)."""

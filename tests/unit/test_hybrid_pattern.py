@@ -92,14 +92,38 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("letters", "flags", "problem"),
     [
-        ("*M-", "", "'*M-': 'M', character 2, is a Mamba-2 layer, which megalite does not have yet"),
-        ("G", "", "'G', character 1, is a gated delta net, which"),
+        ("*M-", "--mamba-num-heads 3", "--mamba-num-heads 3 is not a multiple of --mamba-num-groups 8"),
+        (
+            "*M-",
+            "--mamba-head-dim 2 --mamba-num-groups 3",
+            "16 (2 x --hidden-size / --mamba-head-dim 2) is not a",
+        ),
+        (
+            "*M-",
+            "--mamba-head-dim 7",
+            "twice --hidden-size 16 is not a multiple of --mamba-head-dim 7: give --mamba",
+        ),
+        (
+            "M",
+            "--mamba-num-heads 8 --mamba-dt-min 2 --mamba-dt-max 1",
+            "--mamba-dt-max 1.0 is less than --mamba-dt",
+        ),
+        ("M", "--mamba-num-heads 9 --mamba-num-groups 3 --tp 2", "2 does not divide the Mamba-2 heads, 9"),
+        (
+            "M",
+            "--mamba-num-heads 6 --mamba-num-groups 3 --tp 2",
+            "multiple of --mamba-num-groups 3: ranks cannot",
+        ),
+        ("G", "--linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads"),
+        ("*", "--mamba-state-dim 64", "--mamba-state-dim needs a Mamba-2 layer, M in --hybrid-layer-pattern"),
+        ("M", "--mamba-num-heads 8 --linear-key-head-dim 64", "--linear-key-head-dim needs a gated delta net, G in"),
         ("K", "", "'K', character 1, is Kimi delta attention, which"),
-        ("L", "", "'L', character 1, is a short convolution, which"),
+        ("M", "--mamba-num-heads 8 --short-conv-bias", "--short-conv-bias needs a short convolution, L in"),
+        ("L", "--tp 3", "3 does not divide the channels of the short convolution, 16"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        ("* -", "", "' ', character 2, is unknown; there are * attention, - dense feed-forward, E experts, | next"),
+        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, L short"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
@@ -114,7 +138,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
         ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
-        ("--", "--cp 2 --seq-length 8", "--context-parallel-size needs attention (*) in --hybrid-layer-pattern"),
+        ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
     ],
 )
 def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) -> None:
