@@ -231,7 +231,7 @@ class _Recurrence(torch.autograd.Function):
             offsets = [_offset(ways, gradient).unflatten(0, heads) for ways in turned]
             maps = list(zip(matrices, offsets, strict=True))
             leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
-        found = []
+        found: list[list[Tensor]] = []
         for part, own, ways, given in reversed(list(zip(parts, states, turned, leaving, strict=True))):
             gradient = gradient if ctx.scan is None else given
             grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in part.inputs))
