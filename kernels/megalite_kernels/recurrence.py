@@ -19,8 +19,7 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -138,40 +137,90 @@ class _Part:
         most = chunk_elements(self.inputs.value.device) // 2 // of_chunk  # half: there are many such tensors
         self.blocks = list(self.chunks.blocks(max(1, most)))
 
-    def new_states(self) -> Tensor:
-        """Return memory for the state before each chunk, [chunks, batch * heads, key width, value width]."""
-        _, batch, heads, width = self.inputs.value.shape
-        shape = self.chunks.count, batch * heads, self.inputs.key.shape[3], width
-        return self.inputs.value.new_empty(shape, dtype=self.wide)
+    def new(self, *shape: int) -> Tensor:
+        """Return memory for matrices of all heads of each chunk, [chunks, batch * heads, ...]."""
+        _, batch, heads, _ = self.inputs.value.shape
+        return self.inputs.value.new_empty(self.chunks.count, batch * heads, *shape, dtype=self.wide)
+
+    def split(self, block: range, padded: Tensor) -> Tensor:
+        """Take these chunks of padded tokens."""
+        return self.chunks.split(padded, block, self.wide)
 
     def prepare(self, block: range) -> Block:
         """Compute what of these chunks does not depend on states."""
-        inputs = Inputs(*(self.chunks.split(each, block, self.wide) for each in self.inputs))
+        inputs = Inputs(*(self.split(block, each) for each in self.inputs))
         return prepare(inputs, self.chunks.documents(block), self.inputs.value.shape[1], self._delta)
 
-    def turn(self, block: range, states: Tensor, grad_output: Tensor) -> Backward:
-        """Prepare the way back through these chunks, from all states and the gradients of all outputs."""
-        prepared = self.prepare(block)
-        prepared.complete(states[block.start : block.stop])
-        return Backward(prepared, self.chunks.split(grad_output, block, self.wide))
+    def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all chunks from the state before them, and write that before each into `states`.
+
+        Returns:
+            The outputs, and the state after the last chunk.
+        """
+        output = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
+        for chosen in self.blocks:
+            block, before = self.prepare(chosen), states[chosen.start : chosen.stop]
+            state = block.run(before, state)
+            self.chunks.join(output, chosen, block.output(before))
+        return self.chunks.cut(output), state
+
+    def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Go back through all chunks with the gradient of the state after them.
+
+        Returns:
+            The gradients of the inputs, and that of the state before the chunks.
+        """
+        grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in self.inputs))
+        for chosen in reversed(self.blocks):
+            block, before = self.prepare(chosen), states[chosen.start : chosen.stop]
+            block.complete(before)
+            way, after = Backward(block, self.split(chosen, grad_output)), torch.empty_like(before)
+            gradient = way.run(gradient, after)
+            for target, of_chunks in zip(grads, way.gradients(before, after), strict=True):
+                self.chunks.join(target, chosen, of_chunks)
+        return [self.chunks.cut(each) for each in grads], gradient
 
 
-def _parts(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[_Part]:
-    """Cut the tokens of all segments into those of each."""
-    lengths = [len(tokens) for tokens, _ in segments]
-    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
-    return [_Part(segment, own, chunk, delta) for segment, own in of_segments]
+class _FromZero:
+    """A segment as if no state entered it, until `enter`.
 
+    What a state adds is linear: matrix @ state to the state before each chunk, and `reach` @ state to the outputs. So
+    the gradient of the state before the segment needs no way back through it.
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    Attributes:
+        map: matrix and offset of `advance`, without a dimension of samples.
+        reach: [chunks, heads, chunk, key width].
+    """
+
+    def __init__(self, part: _Part, states: Tensor) -> None:
+        width, key_width = part.inputs.value.shape[3], part.inputs.key.shape[3]
+        self._part, self._states, self._matrices = part, states, []
+        self._output = part.new(part.chunks.size, width)
+        self.reach = part.new(part.chunks.size, key_width)
+        state, matrix = torch.zeros_like(states[0]), None
+        for chosen in part.blocks:
+            block, own = part.prepare(chosen), slice(chosen.start, chosen.stop)
+            state = block.run(states[own], state)
+            matrices, matrix = block.matrices(matrix)
+            self._output[own] = block.output(states[own])
+            self.reach[own] = block.reach(matrices)
+            self._matrices.append(matrices)
+        assert matrix is not None
+        self.map = matrix, state
+
+    def enter(self, state: Tensor) -> Tensor:
+        """Let a state enter, and return the outputs."""
+        part = self._part
+        output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
+        for chosen, matrices in zip(part.blocks, self._matrices, strict=True):
+            own = slice(chosen.start, chosen.stop)
+            self._states[own] = advance(matrices, self._states[own], state)
+            part.chunks.join(output, chosen, self._output[own] + self.reach[own] @ state)
+        return part.chunks.cut(output)
 
 
 class _Recurrence(torch.autograd.Function):
-    """Recurrence that saves its inputs and the state before each chunk.
-
-    A segment's map is known when all of its blocks are prepared. Those of a scan are kept until then.
-    """
+    """Recurrence that saves its inputs and the state before each chunk; with a scan also what entering states reach."""
 
     @staticmethod
     def forward(
@@ -189,25 +238,22 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value, decay, step
         parts, heads = _parts(segments, inputs, chunk, delta), value.shape[1:3]
-        states = [part.new_states() for part in parts]
+        states = [part.new(key.shape[3], value.shape[3]) for part in parts]
         last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
-        prepared: list[Iterable[Block]] = [map(part.prepare, part.blocks) for part in parts]
-        entering, matrices = [last], []
-        if scan is not None:
-            prepared = [list(blocks) for blocks in prepared]
-            maps = [_map(blocks, like=last, heads=heads) for blocks in prepared]
-            entering, matrices = [each.flatten(0, 1) for each in scan.entering(maps, delta)], [m for m, _ in maps]
-        outputs = []
-        for i, (part, own) in enumerate(zip(parts, states, strict=True)):
-            last = entering[i] if i < len(entering) else last
-            output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
-            for block, chosen in zip(prepared[i], part.blocks, strict=True):
-                before = own[chosen.start : chosen.stop]
-                last = block.run(before, last)
-                part.chunks.join(output, chosen, block.output(before))
-            outputs.append(part.chunks.cut(output))
+        outputs, of_maps = [], []
+        if scan is None:
+            for part, own in zip(parts, states, strict=True):
+                output, last = part.run(own, last)
+                outputs.append(output)
+        else:
+            runs = [_FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+            maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+            entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+            outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+            last = advance(*runs[-1].map, entering[-1])
+            of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
         last = last.unflatten(0, heads)
-        ctx.save_for_backward(*inputs, *states, *matrices)
+        ctx.save_for_backward(*inputs, *states, *of_maps)
         ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
         ctx.mark_non_differentiable(last)
         return _joined(outputs), last
@@ -216,49 +262,36 @@ class _Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        parts = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta)
-        states, matrices = rest[: len(parts)], rest[len(parts) :]
-        incoming = grad_output.split([len(tokens) for tokens, _ in ctx.segments])
-        turned: list[Iterable[Backward]] = [
-            map(partial(part.turn, states=own, grad_output=part.chunks.pad(gradient)), reversed(part.blocks))
-            for part, own, gradient in zip(parts, states, incoming, strict=True)
+        parts, heads = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
+        count = len(parts)
+        states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        incoming = [
+            part.chunks.pad(own)
+            for part, own in zip(parts, grad_output.split([len(tokens) for tokens, _ in ctx.segments]), strict=True)
         ]
-        gradient = torch.zeros_like(states[0][0])
-        leaving = [gradient] * len(parts)
+        gradient, leaving = torch.zeros_like(states[0][0]), []
         if ctx.scan is not None:
-            turned = [list(ways) for ways in turned]
-            heads = inputs[2].shape[1:3]
-            offsets = [_offset(ways, gradient).unflatten(0, heads) for ways in turned]
+            offsets = [
+                sum(
+                    (reach[block.start : block.stop].mT @ part.split(block, own)).sum(dim=0) for block in part.blocks
+                ).unflatten(0, heads)
+                for part, own, reach in zip(parts, incoming, reaches, strict=True)
+            ]
             maps = list(zip(matrices, offsets, strict=True))
             leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
         found: list[list[Tensor]] = []
-        for part, own, ways, given in reversed(list(zip(parts, states, turned, leaving, strict=True))):
-            gradient = gradient if ctx.scan is None else given
-            grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in part.inputs))
-            for way, chosen in zip(ways, reversed(part.blocks), strict=True):
-                before = own[chosen.start : chosen.stop]
-                after = torch.empty_like(before)
-                gradient = way.run(gradient, after)
-                for target, of_chunks in zip(grads, way.gradients(before, after), strict=True):
-                    part.chunks.join(target, chosen, of_chunks)
-            found.insert(0, [part.chunks.cut(each) for each in grads])
+        for i in reversed(range(count)):
+            grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
+            found.insert(0, grads)
         return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 5
 
 
-def _map(blocks: Iterable[Block], like: Tensor, heads: torch.Size) -> tuple[Tensor, Tensor]:
-    """Return the map of a segment, [batch, heads, ...]: see `advance`. `like` is a state."""
-    first = next(iter(blocks))
-    matrix = torch.ones_like(first.keep[0])
-    if first.reads is not None:
-        matrix = matrix * torch.eye(like.shape[1], dtype=like.dtype, device=like.device)
-    offset = torch.zeros_like(like)
-    for block in blocks:
-        matrix, offset = block.follow(matrix, offset)
-    return matrix.unflatten(0, heads), offset.unflatten(0, heads)
+def _parts(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[_Part]:
+    """Cut the tokens of all segments into those of each."""
+    lengths = [len(tokens) for tokens, _ in segments]
+    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
+    return [_Part(segment, own, chunk, delta) for segment, own in of_segments]
 
 
-def _offset(ways: Iterable[Backward], gradient: Tensor) -> Tensor:
-    """Return the gradient of the state before a segment, if that of the state after it is zero."""
-    for way in ways:
-        gradient = way.run(gradient, None)
-    return gradient
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]

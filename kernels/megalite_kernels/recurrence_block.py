@@ -85,19 +85,36 @@ class Block:
         """Return the outputs, [..., chunk, value width], once `added` is complete."""
         return (self.scores @ self.added).addcmul_(self.query @ states, self.inflow)
 
-    def follow(self, matrix: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the map of the state through what is before these chunks and through them, from that before them.
+    def matrices(self, matrix: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what a state before the segment is multiplied with in the states before each chunk and after the last.
 
-        `added` is not complete. The matrix is [heads, key width, key width], or without the delta rule [heads, 1, 1].
+        Args:
+            matrix: that of the state before the first chunk; None if the segment begins there.
+
+        Returns:
+            [..., key width, key width] and the same of the last. Without the delta rule they are numbers, [..., 1, 1].
         """
-        for keep, added, gains, i in zip(self.keep, self.added, self.gains.mT, range(len(self.keep)), strict=True):
+        found, keep = [], self.keep
+        if matrix is None:
+            matrix = torch.ones_like(keep[0])
+            if self.reads is not None:
+                matrix = matrix * torch.eye(self.key.shape[-1], dtype=keep.dtype, device=keep.device)
+        for i in range(len(keep)):
+            found.append(matrix)
             if self.reads is None:
-                matrix = keep * matrix
+                matrix = keep[i] * matrix
             else:
-                added = torch.baddbmm(added, self.reads[i], offset, alpha=-1)
-                matrix = torch.baddbmm(keep * matrix, gains, self.reads[i] @ matrix, alpha=-1)
-            offset = torch.baddbmm(keep * offset, gains, added)
-        return matrix, offset
+                matrix = torch.baddbmm(keep[i] * matrix, self.gains[i].mT, self.reads[i] @ matrix, alpha=-1)
+        return torch.stack(found), matrix
+
+    def reach(self, matrices: Tensor) -> Tensor:
+        """Return what a state before the segment is multiplied with in the outputs, [..., chunk, key width].
+
+        Args:
+            matrices: see `matrices`.
+        """
+        seen = self.query * self.inflow
+        return seen * matrices if self.reads is None else (seen - self.scores @ self.reads) @ matrices
 
 
 def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool) -> Block:
@@ -171,20 +188,18 @@ class Backward:
         self.added = block.scores.mT @ grad_output
         self.states = (block.query * block.inflow).mT @ grad_output
 
-    def run(self, gradient: Tensor, leaving: Tensor | None) -> Tensor:
+    def run(self, gradient: Tensor, leaving: Tensor) -> Tensor:
         """Go back from the gradient of the state after the last chunk to that of the state before the first.
 
-        Args:
-            leaving: is given the gradient of the state after each chunk, and `added` is completed; None: neither.
+        The gradient of the state after each chunk is written into `leaving`, and `added` is completed.
         """
         block = self.block
-        for i in reversed(range(len(self.states))):
-            added = torch.baddbmm(self.added[i], block.gains[i], gradient)
-            if leaving is not None:
-                leaving[i], self.added[i] = gradient, added
+        for i in reversed(range(len(leaving))):
+            leaving[i] = gradient
+            self.added[i].baddbmm_(block.gains[i], gradient)
             gradient = torch.addcmul(self.states[i], block.keep[i], gradient)
             if block.reads is not None:
-                gradient.baddbmm_(block.reads[i].mT, added, alpha=-1)
+                gradient.baddbmm_(block.reads[i].mT, self.added[i], alpha=-1)
         return gradient
 
     def gradients(self, states: Tensor, leaving: Tensor) -> Inputs:
