@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite_kernels.channel_decay import prepare as prepare_by_channel
 from megalite_kernels.chunks import Chunks, Segment
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Backward, Block, Inputs, prepare
@@ -110,7 +111,8 @@ def step_once(
         each[0].to(state.dtype).repeat_interleave(shared, dim=1).unsqueeze(2) for each in (query, key)
     )
     added = value[0].to(state.dtype).unsqueeze(2)
-    state = state * decay[0].to(state.dtype).exp()[..., None, None]
+    kept = decay[0].to(state.dtype).exp().unsqueeze(-1)
+    state = state * (kept if decay.dim() == 4 else kept.unsqueeze(-1))
     if delta:
         added = added - wide_key @ state
     state = state + wide_key.mT * (added * step[0].to(state.dtype)[..., None, None])
@@ -149,6 +151,8 @@ class _Part:
     def prepare(self, block: range) -> Block:
         """Compute what of these chunks does not depend on states."""
         inputs = Inputs(*(self.split(block, each) for each in self.inputs))
+        if self.inputs.decay.dim() == 4:
+            return prepare_by_channel(inputs, self.chunks.documents(block), self.inputs.value.shape[1])
         return prepare(inputs, self.chunks.documents(block), self.inputs.value.shape[1], self._delta)
 
     def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

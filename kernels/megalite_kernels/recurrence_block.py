@@ -129,7 +129,7 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool
     if products is not None:
         system = products * step
         right = torch.cat([added, key * (step * inflow)], dim=-1)
-        added, reads = _solve(system, right).split([value.shape[-1], key.shape[-1]], dim=-1)
+        added, reads = solve(system, right).split([value.shape[-1], key.shape[-1]], dim=-1)
     gains = key * outflow
     return Block(
         inputs, shared, query, key, step, pairs, inflow, outflow, keep, scores, products, system, added, reads, gains
@@ -163,12 +163,12 @@ def _over_heads(of_heads: Tensor, shared: int) -> Tensor:
     return of_heads if shared == 1 else of_heads.unflatten(1, (-1, shared)).sum(dim=2)
 
 
-def _solve(system: Tensor, right: Tensor) -> Tensor:
+def solve(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-1 right of a system below the diagonal. Transposed, no operand need be copied."""
     return torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
-def _solve_adjoint(system: Tensor, right: Tensor) -> Tensor:
+def solve_adjoint(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-T right of a system below the diagonal."""
     return torch.linalg.solve_triangular(system, right.mT, upper=False, left=False, unitriangular=True).mT
 
@@ -212,6 +212,8 @@ class Backward:
             leaving: the gradient of the state after each chunk.
         """
         block, shared, step = self.block, self.block.shared, self.block.step
+        if hasattr(block, "factors"):
+            return block.gradients(states, self.output, self.added, leaving)
         grad_scores = self.output @ block.added.mT
         through = grad_scores * block.scores
         of_products = _over_heads(grad_scores.mul_(block.pairs), shared)
@@ -226,7 +228,7 @@ class Backward:
         if block.system is None or block.products is None:
             grad_step = torch.linalg.vecdot(right, block.inputs.value)
         else:
-            right = _solve_adjoint(block.system, self.added)
+            right = solve_adjoint(block.system, self.added)
             read = (right @ states.mT).mul_(block.inflow)
             of_read = torch.linalg.vecdot(read, block.key)
             grad_system = (right @ block.added.mT).tril_(-1)
