@@ -1,7 +1,7 @@
 """Chunks of the delta rule with a decay for each key channel (Kimi delta attention, arXiv:2510.26692).
 
-As in `megalite_kernels.recurrence_block`, but c is a vector for each token, and e^(c_i - c_j) stands inside the products
-of queries and keys: sum over channels d of q_id k_jd e^(c_id - c_jd). For all i in the second half of some tokens and
+As in `megalite_kernels.recurrence_block`, but c is a vector of each token, and e^(c_i - c_j) stands inside products of
+queries and keys: sum over channels d of q_id k_jd e^(c_id - c_jd). For all i in the second half of some tokens and
 all j in the first, these are one product of matrices, of q_i e^(the decay after the middle up to i) and k_j e^(that
 after j up to the middle). Halves are halved again until a token is left. No exponent is above zero and none is a
 difference: nothing overflows, and beside a large decay no small one is lost. The way back takes the same steps.
@@ -24,8 +24,8 @@ from megalite_kernels.recurrence_block import Block, Inputs, solve, solve_adjoin
 class ChannelBlock(Block):
     """Chunks whose decay is [chunks, heads, chunk, key width], and whose heads share no key head.
 
-    `inflow` and `outflow` are [..., chunk, key width], and `keep` is [..., key width, 1]. `pairs` is 1 for tokens j <= i
-    of one document, and else 0.
+    `inflow` and `outflow` are [..., chunk, key width], and `keep` is [..., key width, 1]. `pairs` is 1 for tokens
+    j <= i of one document, and else 0.
 
     Attributes:
         factors: for parts of 2, 4, 8, ... tokens, e^(decay) of the second half's tokens and of the first one's, [...,
@@ -44,7 +44,8 @@ class ChannelBlock(Block):
         token, `after` it, or over the whole part.
         """
         query, key, value, *_ = self.inputs
-        assert self.system is not None and self.products is not None
+        assert self.system is not None
+        assert self.products is not None
         grad_right = solve_adjoint(self.system, grad_added)
         seen = (grad_right @ states.mT).mul_(self.inflow)
         grad_scores = (grad_output @ self.added.mT).mul_(self.pairs)
@@ -64,7 +65,9 @@ class ChannelBlock(Block):
             corners = torch.cat([_corners(grad_scores, half), _corners(grad_products, half)], dim=-2)
             (first, second), asking = _cut(key, half), _cut(query, half)[1]
             asked = corners @ (first * factors[1])
-            for source, grad, of_rows in zip((asking, second), (grad_query, grad_key), asked.split(half, -2), strict=True):
+            for source, grad, of_rows in zip(
+                (asking, second), (grad_query, grad_key), asked.split(half, -2), strict=True
+            ):
                 of_rows = of_rows * factors[0]
                 _cut(grad, half)[1].add_(of_rows)
                 _cut(upto, half)[1].addcmul_(of_rows, source)
@@ -111,7 +114,22 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int) -> ChannelB
     )
     gains = key * outflow
     return ChannelBlock(
-        inputs, 1, query, key, step, pairs, inflow, outflow, keep, scores, products, system, added, reads, gains, factors
+        inputs,
+        1,
+        query,
+        key,
+        step,
+        pairs,
+        inflow,
+        outflow,
+        keep,
+        scores,
+        products,
+        system,
+        added,
+        reads,
+        gains,
+        factors,
     )
 
 

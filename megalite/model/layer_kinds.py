@@ -18,6 +18,7 @@ from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
+from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
 from megalite.model.mamba import Mamba, MambaSizes
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
@@ -141,6 +142,24 @@ def make_gated_delta(
     return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
 
 
+def make_kimi_delta(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> KimiDelta:
+    """Make the Kimi delta attention of a layer from the network's configuration."""
+    sizes = KimiDeltaSizes(
+        hidden=config.hidden_size,
+        heads=config.kda_num_heads,
+        width=config.kda_head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        epsilon=config.norm_epsilon,
+        taps=config.kda_conv_kernel_dim,
+        bound=config.kda_lower_bound,
+        chunk=config.kda_chunk_size,
+    )
+    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes)
+
+
 def make_short_convolution(
     config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
 ) -> ShortConvolution:
@@ -191,6 +210,7 @@ LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
     "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
     "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
+    "kimi_delta": LayerKind(make_kimi_delta, "kimi_delta_norm", "kimi_delta_output_norm", "kimi delta output"),
     "short_convolution": LayerKind(
         make_short_convolution,
         "short_convolution_norm",

@@ -25,6 +25,9 @@ from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
 from megalite_kernels.recurrence import Segment, recurrence, step_once
 
+LENGTH_EPSILON = 1e-6
+"""Number added to the squared length of queries and keys of a delta rule."""
+
 
 class RecurrentCache:
     """State of a batch of sequences in one recurrent layer, and the last tokens that its convolution has seen.
@@ -149,8 +152,10 @@ class RecurrentCore(Convolution):
         """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
         if cache is not None and context.cache is not None:
             if (real := context.cache.real) is not None:
-                mask = real.t().unsqueeze(-1)
-                decay, step = decay.masked_fill(~mask, 0.0), step.masked_fill(~mask, 0.0)
+                decay, step = (
+                    each.masked_fill(~real.t().view(*each.shape[:2], *[1] * (each.dim() - 2)), 0.0)
+                    for each in (decay, step)
+                )
             if len(query) == 1 and cache.state is not None:
                 output, cache.state = step_once(query, key, value, decay, step, delta=self.delta, state=cache.state)
                 return output
@@ -172,6 +177,11 @@ def segments_of(context: LayerContext) -> list[Segment]:
     return [Segment(run, None if first is None else first[:, run.start : run.stop]) for run in context.layout.runs]
 
 
+def by_heads(context: ParallelContext, parts: Sequence[LogicalTensor], *, columns: int = 1) -> Sharding:
+    """Place parts, [heads, ...] each, that are fused into one tensor: heads are split within each part."""
+    return stacked([context.split(part, {0: "heads"}, columns=columns) for part in parts])
+
+
 def of_parts(
     context: ParallelContext, own: Sequence[LogicalTensor], grouped: Sequence[LogicalTensor], *, columns: int = 1
 ) -> list[Sharding]:
@@ -183,12 +193,10 @@ def of_parts(
             than ranks, ranks have copies, in a second tensor, and each computes a part of their gradient.
         columns: as of `ParallelContext.split`.
     """
-    heads = [context.split(part, {0: "heads"}, columns=columns) for part in own]
     over = context.group("heads")
     if sharers(context, grouped[0].shape[0]) == over.ranks[over.rank : over.rank + 1]:
-        groups = [context.split(part, {0: "heads"}, columns=columns) for part in grouped]
-        return [stacked([*heads, *groups])]
-    return [stacked(heads), stacked([_copied(context, part, columns) for part in grouped])]
+        return [by_heads(context, [*own, *grouped], columns=columns)]
+    return [by_heads(context, own, columns=columns), stacked([_copied(context, part, columns) for part in grouped])]
 
 
 def sharers(context: ParallelContext, groups: int) -> tuple[int, ...]:
@@ -233,6 +241,13 @@ def _summed(input: Tensor, over: Group, ranks: tuple[int, ...]) -> Tensor:
 def of_heads(name: str, heads: int, initial: Drawn | Constant) -> LogicalTensor:
     """Describe a number for each head, kept in fp32: a decay rounded to bf16 is off by nearly a percent."""
     return LogicalTensor(name, (heads,), initial, weight_decay=False, fp32=True)
+
+
+def of_length_one(heads: Tensor, factor: float) -> Tensor:
+    """Divide each head [..., width] by its length, in fp32 or wider, and multiply it with `factor`."""
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    inverse = (wide.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
+    return (wide * (inverse * factor)).to(heads.dtype)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,15 @@ convolution is causal and by channel, and sees no token of an earlier document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
-from megalite.model.recurrent import Convolution, RecurrentCache, taps_of
+from megalite.model.recurrent import Convolution, RecurrentCache, by_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.placement import stacked
-from megalite.parallel.sharding import Constant, LogicalTensor, Normal, Sharding
+from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 
 
 @dataclass(frozen=True)
@@ -52,18 +50,14 @@ class ShortConvolution(nn.Module):
         def bias(part: str) -> LogicalTensor:
             return LogicalTensor(f"{name}.{part}_bias", (hidden,), Constant(0.0), weight_decay=False)
 
-        def channels(tensors: Sequence[LogicalTensor], columns: int = 1) -> Sharding:
-            return stacked([context.split(tensor, {0: "heads"}, columns=columns) for tensor in tensors])
-
-        biases = [bias(part) for part in parts]
-        self.input = ColumnParallelLinear(
-            context, "heads", [channels(projections)], [channels(biases, columns=0)] if sizes.bias else []
-        )
-        conv_bias = LogicalTensor(f"{name}.conv_bias", (hidden,), taps_of((hidden,), taps), False)
+        input_biases = [by_heads(context, [bias(part) for part in parts], columns=0)] if sizes.bias else []
+        self.input = ColumnParallelLinear(context, "heads", [by_heads(context, projections)], input_biases)
+        weight = LogicalTensor(f"{name}.conv", (hidden, taps), taps_of((hidden, taps), taps), True)
+        biases = [LogicalTensor(f"{name}.conv_bias", (hidden,), taps_of((hidden,), taps), False)]
         self.core = Convolution(
             context,
-            [channels([LogicalTensor(f"{name}.conv", (hidden, taps), taps_of((hidden, taps), taps), True)])],
-            [channels([conv_bias], columns=0)] if sizes.bias else [],
+            [by_heads(context, [weight])],
+            [by_heads(context, biases, columns=0)] if sizes.bias else [],
             taps=taps,
             silu=False,
         )
