@@ -53,10 +53,10 @@ class Chunks:
     def __init__(self, segment: Segment, size: int) -> None:
         tokens = segment.tokens
         self.size = size
-        self._begin = tokens.start // size
-        self.count = -(-tokens.stop // size) - self._begin
         self._segment = segment
         self._pads = tokens.start % size, -tokens.stop % size
+        self._begin = tokens.start - self._pads[0]
+        self.count = (len(tokens) + sum(self._pads)) // size
 
     def pad(self, input: Tensor) -> Tensor:
         """Add zeros to the segment's tokens [tokens, ...] before and after them, so that they are whole chunks."""
@@ -87,7 +87,7 @@ class Chunks:
         padded = torch.cat([first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)], dim=1)
         chosen = padded[:, block.start * self.size : block.stop * self.size]
         of_chunk = chosen.unflatten(1, (-1, self.size)).transpose(0, 1).unsqueeze(2)
-        starts = [max(tokens.start, (self._begin + chunk) * self.size) for chunk in range(block.start, block.stop)]
+        starts = [max(tokens.start, self._begin + i * self.size) for i in range(block.start, block.stop)]
         inside = of_chunk >= torch.tensor(starts, device=of_chunk.device).view(-1, 1, 1, 1)
         return Documents(
             apart=of_chunk.unsqueeze(-1) != of_chunk.unsqueeze(-2),
