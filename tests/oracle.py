@@ -40,7 +40,8 @@ Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
-RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution"}  # letters that are not halves of a GPT's block
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Oracle(Rotary):
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward, M, G, L; None: both halves in each
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
     mixers: Mixers = field(default_factory=Mixers)
 
     def logits(

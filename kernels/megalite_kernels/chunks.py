@@ -53,10 +53,10 @@ class Chunks:
     def __init__(self, segment: Segment, size: int) -> None:
         tokens = segment.tokens
         self.size = size
-        self._begin = tokens.start // size
-        self.count = -(-tokens.stop // size) - self._begin
         self._segment = segment
         self._pads = tokens.start % size, -tokens.stop % size
+        self._begin = tokens.start - self._pads[0]
+        self.count = (len(tokens) + sum(self._pads)) // size
 
     def pad(self, input: Tensor) -> Tensor:
         """Add zeros to the segment's tokens [tokens, ...] before and after them, so that they are whole chunks."""
@@ -69,12 +69,12 @@ class Chunks:
         """Take away what `pad` added."""
         return padded[self._pads[0] : len(padded) - self._pads[1]]
 
-    def blocks(self, most: int) -> Iterator[range]:
+    def blocks(self, most: int) -> Iterator[slice]:
         """Go through the chunks in blocks of at most so many."""
         for start in range(0, self.count, most):
-            yield range(start, min(start + most, self.count))
+            yield slice(start, min(start + most, self.count))
 
-    def documents(self, block: range) -> Documents | None:
+    def documents(self, block: slice) -> Documents | None:
         """Return the relations of tokens and states of some chunks. None: the sample is one document.
 
         What stands before the segment's first token in its chunk counts as of the document of this token, and is not
@@ -87,7 +87,7 @@ class Chunks:
         padded = torch.cat([first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)], dim=1)
         chosen = padded[:, block.start * self.size : block.stop * self.size]
         of_chunk = chosen.unflatten(1, (-1, self.size)).transpose(0, 1).unsqueeze(2)
-        starts = [max(tokens.start, (self._begin + chunk) * self.size) for chunk in block]
+        starts = [max(tokens.start, self._begin + i * self.size) for i in range(block.start, block.stop)]
         inside = of_chunk >= torch.tensor(starts, device=of_chunk.device).view(-1, 1, 1, 1)
         return Documents(
             apart=of_chunk.unsqueeze(-1) != of_chunk.unsqueeze(-2),
@@ -96,12 +96,12 @@ class Chunks:
             last_inside=inside[..., -1:],
         )
 
-    def split(self, padded: Tensor, block: range, dtype: torch.dtype) -> Tensor:
+    def split(self, padded: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
         """Take some chunks of padded tokens [tokens, batch, heads, ...], as [chunks, batch * heads, chunk, ...]."""
-        parts = padded[block.start * self.size : block.stop * self.size].unflatten(0, (len(block), self.size))
+        parts = padded[block.start * self.size : block.stop * self.size].unflatten(0, (-1, self.size))
         return parts.movedim(1, 3).to(dtype).contiguous().flatten(1, 2)
 
-    def join(self, target: Tensor, block: range, parts: Tensor) -> None:
+    def join(self, target: Tensor, block: slice, parts: Tensor) -> None:
         """Write what `split` took to its place among padded tokens."""
-        tokens = target[block.start * self.size : block.stop * self.size].unflatten(0, (len(block), self.size))
+        tokens = target[block.start * self.size : block.stop * self.size].unflatten(0, (-1, self.size))
         tokens.copy_(parts.unflatten(1, target.shape[1:3]).movedim(3, 1))

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from megalite_kernels.channel_decay import prepare as prepare_by_channel
 from megalite_kernels.chunks import Chunks, Segment
 from megalite_kernels.launch import chunk_elements
-from megalite_kernels.recurrence_block import Backward, Block, Inputs, prepare
+from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
 __all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
@@ -77,12 +77,13 @@ def recurrence(
     Args:
         query, key: [tokens, batch, key heads, key width]. Consecutive heads share a key head.
         value: [tokens, batch, heads, value width].
-        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider.
+        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider. With the delta rule
+            and as many key heads as heads, also of each of its rows, [tokens, batch, heads, key width].
         step: [tokens, batch, heads], in fp32 or wider.
         delta: take the delta rule.
-        chunk: tokens in a chunk.
+        chunk: tokens in a chunk; with a decay of each row a power of two.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
-        state: the state that enters the first segment, without a gradient; None for zeros.
+        state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
 
     Returns:
@@ -124,7 +125,7 @@ class _Part:
 
     Attributes:
         chunks: the segment's chunks.
-        blocks: the blocks, as ranges of chunks.
+        blocks: the chunks of each block.
         inputs: the segment's tokens, padded to whole chunks.
         wide: the dtype of sums.
     """
@@ -144,11 +145,11 @@ class _Part:
         _, batch, heads, _ = self.inputs.value.shape
         return self.inputs.value.new_empty(self.chunks.count, batch * heads, *shape, dtype=self.wide)
 
-    def split(self, block: range, padded: Tensor) -> Tensor:
+    def split(self, block: slice, padded: Tensor) -> Tensor:
         """Take these chunks of padded tokens."""
         return self.chunks.split(padded, block, self.wide)
 
-    def prepare(self, block: range) -> Block:
+    def prepare(self, block: slice) -> Block:
         """Compute what of these chunks does not depend on states."""
         inputs = Inputs(*(self.split(block, each) for each in self.inputs))
         if self.inputs.decay.dim() == 4:
@@ -162,11 +163,20 @@ class _Part:
             The outputs, and the state after the last chunk.
         """
         output = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
-        for chosen in self.blocks:
-            block, before = self.prepare(chosen), states[chosen.start : chosen.stop]
-            state = block.run(before, state)
-            self.chunks.join(output, chosen, block.output(before))
+        for own in self.blocks:
+            block = self.prepare(own)
+            state = block.run(states[own], state)
+            self.chunks.join(output, own, block.output(states[own]))
         return self.chunks.cut(output), state
+
+    def reached(self, reach: Tensor, grad_output: Tensor) -> Tensor:
+        """Return the gradient of the state before the chunks, if that of the state after them is zero.
+
+        Args:
+            reach: see `_FromZero`.
+        """
+        parts = [reach[own].mT @ self.split(own, grad_output) for own in self.blocks]
+        return torch.cat(parts).sum(dim=0)
 
     def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
         """Go back through all chunks with the gradient of the state after them.
@@ -175,13 +185,10 @@ class _Part:
             The gradients of the inputs, and that of the state before the chunks.
         """
         grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in self.inputs))
-        for chosen in reversed(self.blocks):
-            block, before = self.prepare(chosen), states[chosen.start : chosen.stop]
-            block.complete(before)
-            way, after = Backward(block, self.split(chosen, grad_output)), torch.empty_like(before)
-            gradient = way.run(gradient, after)
-            for target, of_chunks in zip(grads, way.gradients(before, after), strict=True):
-                self.chunks.join(target, chosen, of_chunks)
+        for own in reversed(self.blocks):
+            found, gradient = go_back(self.prepare(own), states[own], self.split(own, grad_output), gradient)
+            for target, of_chunks in zip(grads, found, strict=True):
+                self.chunks.join(target, own, of_chunks)
         return [self.chunks.cut(each) for each in grads], gradient
 
 
@@ -202,8 +209,8 @@ class _FromZero:
         self._output = part.new(part.chunks.size, width)
         self.reach = part.new(part.chunks.size, key_width)
         state, matrix = torch.zeros_like(states[0]), None
-        for chosen in part.blocks:
-            block, own = part.prepare(chosen), slice(chosen.start, chosen.stop)
+        for own in part.blocks:
+            block = part.prepare(own)
             state = block.run(states[own], state)
             matrices, matrix = block.matrices(matrix)
             self._output[own] = block.output(states[own])
@@ -216,10 +223,9 @@ class _FromZero:
         """Let a state enter, and return the outputs."""
         part = self._part
         output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
-        for chosen, matrices in zip(part.blocks, self._matrices, strict=True):
-            own = slice(chosen.start, chosen.stop)
+        for own, matrices in zip(part.blocks, self._matrices, strict=True):
             self._states[own] = advance(matrices, self._states[own], state)
-            part.chunks.join(output, chosen, self._output[own] + self.reach[own] @ state)
+            part.chunks.join(output, own, self._output[own] + self.reach[own] @ state)
         return part.chunks.cut(output)
 
 
@@ -265,7 +271,8 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # once: recomputation unpacks them no second time
+        inputs, rest = saved[:5], saved[5:]
         parts, heads = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
         states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
@@ -275,12 +282,8 @@ class _Recurrence(torch.autograd.Function):
         ]
         gradient, leaving = torch.zeros_like(states[0][0]), []
         if ctx.scan is not None:
-            offsets = [
-                sum(
-                    (reach[block.start : block.stop].mT @ part.split(block, own)).sum(dim=0) for block in part.blocks
-                ).unflatten(0, heads)
-                for part, own, reach in zip(parts, incoming, reaches, strict=True)
-            ]
+            of_parts = zip(parts, reaches, incoming, strict=True)
+            offsets = [part.reached(reach, own).unflatten(0, heads) for part, reach, own in of_parts]
             maps = list(zip(matrices, offsets, strict=True))
             leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
         found: list[list[Tensor]] = []

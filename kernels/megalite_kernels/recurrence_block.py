@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import solve_triangular, vecdot
 
 from megalite_kernels.chunks import Documents
 
@@ -76,11 +77,6 @@ class Block:
             state = torch.baddbmm(self.keep[i] * state, self.gains[i].mT, self.added[i])
         return state
 
-    def complete(self, states: Tensor) -> None:
-        """Complete `added` from the states before all chunks."""
-        if self.reads is not None:
-            self.added.sub_(self.reads @ states)
-
     def output(self, states: Tensor) -> Tensor:
         """Return the outputs, [..., chunk, value width], once `added` is complete."""
         return (self.scores @ self.added).addcmul_(self.query @ states, self.inflow)
@@ -115,6 +111,44 @@ class Block:
         """
         seen = self.query * self.inflow
         return seen * matrices if self.reads is None else (seen - self.scores @ self.reads) @ matrices
+
+    def gradients(self, states: Tensor, grad_output: Tensor, grad_added: Tensor, leaving: Tensor) -> Inputs:
+        """Compute the gradients of the inputs, with `added` complete and the gradient of the state after each chunk.
+
+        The gradient of a factor e^x times the factor is one of x. All of them are gathered as one of c, `grad_total`.
+        """
+        query, key, value, *_ = self.inputs
+        shared, step = self.shared, self.step
+        grad_scores = grad_output @ self.added.mT
+        grad_pairs = grad_scores * self.scores
+        grad_products = _over_heads(grad_scores.mul_(self.pairs), shared)
+        grad_query = (grad_output @ states.mT).mul_(self.inflow)
+        grad_key = (self.added @ leaving.mT).mul_(self.outflow)
+        of_outflow = vecdot(grad_key, self.key)
+        grad_total = vecdot(grad_query, self.query) - of_outflow
+        grad_total[..., -1] += of_outflow.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * self.keep[..., 0, 0]
+        if self.system is None or self.products is None:
+            grad_right, grad_key = grad_added, _over_heads(grad_key, shared)
+            grad_step = vecdot(grad_right, value)
+        else:
+            grad_right = solve_adjoint(self.system, grad_added)
+            seen = (grad_right @ states.mT).mul_(self.inflow)
+            of_seen = vecdot(seen, self.key)
+            grad_system = (grad_right @ self.added.mT).tril_(-1).neg_()
+            grad_step = vecdot(grad_right, value) - of_seen + vecdot(grad_system, self.products)
+            grad_total.addcmul_(of_seen, step.squeeze(-1), value=-1)
+            grad_pairs.addcmul_(grad_system, self.system)
+            of_pairs = _over_heads(grad_system.mul_(self.pairs).mul_(step), shared)
+            grad_key = _over_heads(grad_key.addcmul_(seen, step, value=-1), shared).add_((of_pairs + of_pairs.mT) @ key)
+        grad_pairs.tril_(-1)  # on the diagonal is no decay
+        grad_total += grad_pairs.sum(dim=-1) - grad_pairs.sum(dim=-2)
+        return Inputs(
+            query=_over_heads(grad_query, shared).add_(grad_products @ key),
+            key=grad_key.add_(grad_products.mT @ query),
+            value=grad_right * step,
+            decay=grad_total.flip(-1).cumsum(dim=-1).flip(-1),
+            step=grad_step,
+        )
 
 
 def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool) -> Block:
@@ -165,83 +199,31 @@ def _over_heads(of_heads: Tensor, shared: int) -> Tensor:
 
 def solve(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-1 right of a system below the diagonal. Transposed, no operand need be copied."""
-    return torch.linalg.solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True).mT
+    return solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
 def solve_adjoint(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-T right of a system below the diagonal."""
-    return torch.linalg.solve_triangular(system, right.mT, upper=False, left=False, unitriangular=True).mT
+    return solve_triangular(system, right.mT, upper=False, left=False, unitriangular=True).mT
 
 
-class Backward:
-    """The way back through a block, whose `added` is complete.
+def go_back(block: Block, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[Inputs, Tensor]:
+    """Compute the gradients of the inputs, and that of the state before the first chunk.
 
-    Attributes:
-        block: the block.
-        output: gradient of its outputs.
-        added: gradient of `added`; until `run`, without what comes from later chunks.
-        states: gradient of the states before each chunk that comes from these outputs alone.
+    Args:
+        states: the state before each chunk.
+        grad_output: gradient of the outputs, [..., chunk, value width].
+        gradient: gradient of the state after the last chunk.
     """
-
-    def __init__(self, block: Block, grad_output: Tensor) -> None:
-        self.block, self.output = block, grad_output
-        self.added = block.scores.mT @ grad_output
-        self.states = (block.query * block.inflow).mT @ grad_output
-
-    def run(self, gradient: Tensor, leaving: Tensor) -> Tensor:
-        """Go back from the gradient of the state after the last chunk to that of the state before the first.
-
-        The gradient of the state after each chunk is written into `leaving`, and `added` is completed.
-        """
-        block = self.block
-        for i in reversed(range(len(leaving))):
-            leaving[i] = gradient
-            self.added[i].baddbmm_(block.gains[i], gradient)
-            gradient = torch.addcmul(self.states[i], block.keep[i], gradient)
-            if block.reads is not None:
-                gradient.baddbmm_(block.reads[i].mT, self.added[i], alpha=-1)
-        return gradient
-
-    def gradients(self, states: Tensor, leaving: Tensor) -> Inputs:
-        """Return the gradients of the inputs.
-
-        That of a factor e^x times the factor is one of x. All of them are gathered as gradients of c.
-
-        Args:
-            states: the state before each chunk.
-            leaving: the gradient of the state after each chunk.
-        """
-        block, shared, step = self.block, self.block.shared, self.block.step
-        if hasattr(block, "factors"):
-            return block.gradients(states, self.output, self.added, leaving)
-        grad_scores = self.output @ block.added.mT
-        through = grad_scores * block.scores
-        of_products = _over_heads(grad_scores.mul_(block.pairs), shared)
-        grad_query = (self.output @ states.mT).mul_(block.inflow)
-        grad_key = (block.added @ leaving.mT).mul_(block.outflow)
-        gained = torch.linalg.vecdot(grad_key, block.key)
-        grad_total = torch.linalg.vecdot(grad_query, block.query) - gained
-        grad_last = gained.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * block.keep[..., 0, 0]
-        grad_query = _over_heads(grad_query, shared).add_(of_products @ block.inputs.key)
-        of_keys = of_products.mT @ block.inputs.query
-        right = self.added
-        if block.system is None or block.products is None:
-            grad_step = torch.linalg.vecdot(right, block.inputs.value)
-        else:
-            right = solve_adjoint(block.system, self.added)
-            read = (right @ states.mT).mul_(block.inflow)
-            of_read = torch.linalg.vecdot(read, block.key)
-            grad_system = (right @ block.added.mT).tril_(-1)
-            grad_step = torch.linalg.vecdot(right, block.inputs.value) - of_read
-            grad_step -= torch.linalg.vecdot(grad_system, block.products)
-            through.addcmul_(grad_system, block.system, value=-1)
-            grad_total.addcmul_(of_read, step.squeeze(-1), value=-1)
-            grad_key.addcmul_(read, step, value=-1)
-            of_system = _over_heads(grad_system.mul_(block.pairs).mul_(step), shared)
-            of_keys -= (of_system + of_system.mT) @ block.inputs.key
-        grad_key = _over_heads(grad_key, shared).add_(of_keys)
-        through.tril_(-1)
-        grad_total += through.sum(dim=-1) - through.sum(dim=-2)
-        grad_total[..., -1] += grad_last
-        grad_decay = grad_total.flip(-1).cumsum(dim=-1).flip(-1)
-        return Inputs(grad_query, grad_key, right * step, grad_decay, grad_step)
+    if block.reads is not None:
+        block.added.sub_(block.reads @ states)
+    grad_added = block.scores.mT @ grad_output
+    grad_states = (block.query * block.inflow).mT @ grad_output
+    leaving = torch.empty_like(states)
+    for i in reversed(range(len(states))):
+        leaving[i] = gradient
+        grad_added[i].baddbmm_(block.gains[i], gradient)
+        gradient = torch.addcmul(grad_states[i], block.keep[i], gradient)
+        if block.reads is not None:
+            gradient.baddbmm_(block.reads[i].mT, grad_added[i], alpha=-1)
+    return block.gradients(states, grad_output, grad_added, leaving), gradient
