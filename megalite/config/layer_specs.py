@@ -30,11 +30,13 @@ class LayerSpec:
         feed_forward: kind of the half that processes each token separately; None: the layer has none.
         keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
             all.
+        rotary: True if attention rotates queries and keys, in a network that has rotary positions.
     """
 
     mixer: Mixer | None = "attention"
     feed_forward: FeedForward | None = "dense"
     keys_before: int | None = None
+    rotary: bool = True
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -63,8 +65,10 @@ def count_of_pattern(pattern: str) -> int:
     return len(pattern) - pattern.count(NEXT_STAGE)
 
 
-def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers.
+
+    `windows` and `rotary`: `keys_before` and `rotary` of each one, if it is attention.
 
     Raises:
         ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
@@ -89,8 +93,8 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
             "--num-layers out"
         )
     return tuple(
-        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
-        for spec, before in zip(specs, windows, strict=True)
+        replace(spec, keys_before=before, rotary=rotated) if spec.mixer == "attention" else spec
+        for spec, before, rotated in zip(specs, windows, rotary, strict=True)
     )
 
 
