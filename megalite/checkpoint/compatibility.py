@@ -117,6 +117,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
         values["window_rotary_base"] = None
+    unrotated = [not layer.rotary for layer in model.layers if layer.mixer == "attention"]
+    values["no_rope_freq"] = unrotated if model.rotary and any(unrotated) else None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))

@@ -17,7 +17,7 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
+from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
 from megalite.config.layer_specs import LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 
@@ -222,6 +222,9 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
     (Qwen3-Next)."""
+    no_rope_freq: str | None = None
+    """Layers whose queries and keys are not rotated: N means every N-th; or a list of 1 (not rotated) or 0 per layer,
+    like ([0]*3+[1])*6; unset: none."""
 
     @property
     def rotary(self) -> bool:
@@ -242,12 +245,13 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows)
+            return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
-            for before, has_experts in zip(windows, experts, strict=True)
+            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
         )
 
     @functools.cached_property
@@ -340,5 +344,6 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         num_layers=len(mixers),
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
         hybrid_layer_pattern=None,
     )

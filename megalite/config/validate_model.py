@@ -65,6 +65,11 @@ def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
         yield f"{what} says which layers have experts (E): leave --moe-layer-freq out"
     if model.use_parallel_residual:
         yield f"{what} has one half of a block in each layer: --use-parallel-residual needs both in one, leave it out"
+    if (model.no_rope_freq or "").strip().isdigit():
+        yield (
+            f"{what}: give --no-rope-freq as a list with an entry for each letter, 1 for attention without rotation, "
+            "because a number counts all letters"
+        )
     frequency = model.window_attn_skip_freq
     if model.window_size is not None and (frequency is None or frequency.strip().isdigit()):
         yield (
@@ -123,7 +128,7 @@ def idle_positions(model: ModelConfig) -> Iterator[str]:
             yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
         yield from needs(model, scalings, "--position-embedding-type rope: YaRN is a scaling of its own")
     if not model.rotary:
-        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base {scalings}"
+        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base no_rope_freq {scalings}"
         yield from needs(model, names, "--position-embedding-type rope")
     if not model.use_rope_scaling:
         yield from needs(model, "rope_scaling_*", "--use-rope-scaling")

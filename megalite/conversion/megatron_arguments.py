@@ -42,7 +42,7 @@ _OTHER_NAMES = {
 _SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
+_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale mrope_section
     activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
     heterogeneous_layers_config_encoded_json spec moe_latent_size"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
@@ -56,8 +56,8 @@ All other arguments that are not fields describe the run, not the network. If on
 the check of the tensors finds this.
 """
 _FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
-    window_attn_skip_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size
-    seq_length"""
+    window_attn_skip_freq no_rope_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu
+    vocab_size seq_length"""
 """Arguments that are read beside fields."""
 _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_train_samples consumed_valid_samples
     cpu_offloading data_parallel_size expert_gtp_weight_remat_size fp4 fp8 grpo_samples_per_iteration
@@ -96,6 +96,8 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
     values |= _window(arguments)
+    if arguments.get("no_rope_freq"):  # 0 means none
+        values["no_rope_freq"] = _text(arguments["no_rope_freq"])
     values |= _experts(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
     if values.get("num_experts") and kinds == "sinkhorn":
@@ -246,6 +248,7 @@ def arguments_of(
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "window_size": next(((before, 0) for before in windows if before is not None), None),
         "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
+        "no_rope_freq": [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq is not None else None,
         "seq_length": sequence_length or model.max_position_embeddings,
         "max_position_embeddings": model.max_position_embeddings or sequence_length,
         "vocab_size": (model.vocab_size or 0) - _more_tokens(data.get("tokenizer_type")),

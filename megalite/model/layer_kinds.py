@@ -90,6 +90,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        rotary=config.layers[layer].rotary,
         output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None

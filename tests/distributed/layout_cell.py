@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -116,6 +117,7 @@ class Cell:
     key_values: str = "mha"
     qk_layernorm: bool = False
     output_gate: bool = False  # of attention
+    no_rope_freq: str | None = None  # layers without rotary positions
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -336,6 +338,7 @@ def model_config(cell: Cell) -> ModelConfig:
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
         attention_output_gate=cell.output_gate,
+        no_rope_freq=cell.no_rope_freq,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -462,6 +465,9 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.no_rope_freq is not None:
+        plain = oracle(replace(cell, no_rope_freq=None))
+        return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0)
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)

@@ -132,6 +132,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*-|*|-", "--pp 2", "3 stages of --hybrid-layer-pattern '*-|*|-' cannot be divided evenly among 2 ranks"),
         ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
         ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
+        ("*-", "--position-embedding-type rope --no-rope-freq 2", "give --no-rope-freq as a list with an entry for"),
         ("*-*", "--pp 2", "--num-layers 3 cannot be divided evenly among 2 stages"),
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
@@ -178,6 +179,8 @@ def test_a_pattern_of_blocks_is_a_gpt() -> None:
         == function_of(same)
         == function_of(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
     )
+    rotated = {"position_embedding_type": "rope", "no_rope_freq": "[0,0,1,0]"}
+    assert [layer.rotary for layer in as_gpt(pattern("*-*-", **rotated)).layers] == [True, False]
     assert gpt.output_init_std == same.output_init_std == pattern("*-*E", **experts).output_init_std
     for other in ("**--", "-*-*", "*-*"):
         assert as_gpt(pattern(other)).hybrid_layer_pattern == other
