@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 65536
+RECURRENT = {"M": "mamba", "G": "gated_delta"}
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -28,6 +29,22 @@ def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
         blocks.append(torch.randn(min(step, rows - start), width, generator=generator))
     return (torch.cat(blocks) * std).view(shape)
+
+
+def even(name: str, shape: tuple[int, ...], then: str, low: float, high: float, seed: int) -> Tensor:
+    """Values drawn evenly, whole, by a generator seeded by "seed/name", fp32.
+
+    "logarithm" takes theirs; "step" takes them as logarithms of what a softplus gives, at least 1e-4, and inverts it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+    values = torch.rand(shape, generator=generator) * (high - low) + low
+    if then == "logarithm":
+        return values.log()
+    if then == "step":
+        steps = values.exp().clamp(min=1e-4)
+        return steps + torch.log(-torch.expm1(-steps))
+    return values
 
 
 @dataclass(frozen=True)
@@ -50,23 +67,31 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    output_gate: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
-    pattern: str | None = None  # a letter a layer; `expert_layers` then counts those that are not attention
+    pattern: str | None = None  # a letter a layer; `expert_layers` then counts the feed-forward layers
+    mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # heads, groups, width, state, taps
+    delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
 
     @property
     def halves(self) -> tuple[int, int]:
         """Numbers of attention layers and of feed-forward layers."""
         if self.pattern is None:
             return self.layers, self.layers
-        return self.pattern.count("*"), len(self.pattern) - self.pattern.count("*")
+        return self.pattern.count("*"), self.pattern.count("-") + self.pattern.count("E")
+
+    @property
+    def small(self) -> float:
+        """Standard deviation of what adds to the residual."""
+        return self.std / math.sqrt(sum(self.halves) if self.pattern is None else len(self.pattern))
 
     def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
-        small = self.std / math.sqrt(sum(self.halves))
+        small = self.small
         found = {"embedding.word": ((self.vocabulary, self.hidden), self.std)}
         if self.positions:
             found["embedding.position"] = ((self.positions, self.hidden), self.std)
@@ -77,6 +102,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.output_gate:
+                found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
         for layer in range(feed_forwards):
             mlp = f"layers.{layer}.mlp."
@@ -90,11 +117,45 @@ class Network:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
             if self.shared_gate:
                 found[moe + "shared_gate"] = ((1, self.hidden), self.std)
+        heads, groups, width, state, _ = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            name = f"layers.{layer}.mamba."
+            for part, shape in (("z", (heads, width)), ("x", (heads, width)), ("B", (groups, state))):
+                found[name + part] = ((*shape, self.hidden), self.std)
+            found[name + "C"], found[name + "dt"] = found[name + "B"], ((heads, self.hidden), self.std)
+            found[name + "output"] = ((self.hidden, heads, width), small)
+        keys, heads, width, wide, _ = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            name = f"layers.{layer}.gated_delta."
+            for part, shape in (("query", (keys, width)), ("value", (heads, wide)), ("beta", (heads,))):
+                found[name + part] = ((*shape, self.hidden), self.std)
+            found[name + "key"], found[name + "z"] = found[name + "query"], found[name + "value"]
+            found[name + "alpha"] = found[name + "beta"]
+            found[name + "output"] = ((self.hidden, heads, wide), small)
+        return found
+
+    def uniform(self) -> dict[str, tuple[tuple[int, ...], str, float, float]]:
+        """Shapes of what is drawn evenly between two numbers, whole: what is then done with it, and the two."""
+        found: dict[str, tuple[tuple[int, ...], str, float, float]] = {}
+        heads, groups, width, state, taps = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            name, bound = f"layers.{layer}.mamba.", taps**-0.5
+            for part, shape in (("x", (heads, width)), ("B", (groups, state)), ("C", (groups, state))):
+                found[f"{name}conv_{part}"] = ((*shape, taps), "", -bound, bound)
+                found[f"{name}conv_{part}_bias"] = (shape, "", -bound, bound)
+            found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
+            found[name + "dt_bias"] = ((heads,), "step", math.log(1e-3), math.log(1e-1))
+        keys, heads, width, wide, taps = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            name, bound = f"layers.{layer}.gated_delta.", taps**-0.5
+            for part, shape in (("query", (keys, width)), ("key", (keys, width)), ("value", (heads, wide))):
+                found[f"{name}conv_{part}"] = ((*shape, taps), "", -bound, bound)
+            found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
         return found
 
     def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
         inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
-        small = self.std / math.sqrt(sum(self.halves))
+        small = self.small
         return {
             name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
             name + "down": ((*several, self.hidden, ffn), small),
@@ -125,6 +186,8 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                if self.output_gate:
+                    found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden
@@ -136,6 +199,19 @@ class Network:
                 found |= self._feed_forward_biases(name + "moe.", (self.experts,), self.expert_ffn)
                 if self.shared_ffn:
                     found |= self._feed_forward_biases(name + "moe.shared.", (), self.shared_ffn)
+        heads, _, inner, _, _ = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            norms |= dict.fromkeys([f"layers.{layer}.mamba_norm"], self.hidden)
+            found[f"layers.{layer}.mamba.D"] = (heads,), 1.0
+            found[f"layers.{layer}.mamba.norm.weight"] = (heads, inner), 1.0
+        _, heads, _, wide, _ = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            norms |= dict.fromkeys([f"layers.{layer}.gated_delta_norm"], self.hidden)
+            found[f"layers.{layer}.gated_delta.dt_bias"] = (heads,), 1.0
+            found[f"layers.{layer}.gated_delta.norm.weight"] = (wide,), 1.0
+        for kind in RECURRENT if self.sandwich else ():
+            for layer in range((self.pattern or "").count(kind)):
+                norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden
         for name, width in norms.items():
             found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
             if self.centered:
@@ -145,6 +221,8 @@ class Network:
     def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:
         """Return initial weights by logical name. `noise`: deviation of noise added to constants, by the same rule."""
         values = {name: draw(name, shape, std, seed).to(dtype) for name, (shape, std) in self.drawn().items()}
+        for name, (shape, then, low, high) in self.uniform().items():
+            values[name] = even(name, shape, then, low, high, seed).to(dtype)
         for name, (shape, value) in self.constant().items():
             values[name] = torch.full(shape, value, dtype=dtype).add_(draw(name, shape, noise, seed))
         return values

@@ -25,7 +25,8 @@ class LayerCost:
 
 
 def _attention_weights(model: ModelConfig) -> int:
-    return 2 * model.hidden_size * (model.num_attention_heads + model.kv_groups) * model.head_dim
+    of_heads = 3 if model.attention_output_gate else 2  # queries, perhaps gates, and the output layer
+    return model.hidden_size * (of_heads * model.num_attention_heads + 2 * model.kv_groups) * model.head_dim
 
 
 def _attention_products(model: ModelConfig, seen: float) -> float:
@@ -48,8 +49,39 @@ def _experts_products(model: ModelConfig, seen: float) -> float:
     return model.hidden_size * (model.activation.matrices * widths + router)
 
 
+def _mamba_weights(model: ModelConfig) -> int:
+    heads, inner = model.mamba_heads, model.mamba_heads * model.mamba_head_dim
+    return model.hidden_size * (3 * inner + 2 * model.mamba_num_groups * model.mamba_state_dim + heads)
+
+
+def _mamba_products(model: ModelConfig, seen: float) -> float:
+    """Within a chunk, a token meets half of it on average; between chunks, each state twice."""
+    heads, width, state = model.mamba_heads, model.mamba_head_dim, model.mamba_state_dim
+    shared = model.mamba_num_groups * state
+    met = min(model.mamba_chunk_size / 2, seen)
+    convolution = model.mamba_conv_kernel_dim * (heads * width + 2 * shared)
+    return _mamba_weights(model) + convolution + met * (shared + heads * width) + 2 * heads * width * state
+
+
+def _delta_weights(model: ModelConfig) -> int:
+    keys = model.linear_num_key_heads * model.linear_key_head_dim
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    return model.hidden_size * (2 * keys + 3 * values + 2 * model.linear_num_value_heads)
+
+
+def _delta_products(model: ModelConfig, seen: float) -> float:
+    """As for Mamba-2. Within a chunk there are also the products of keys with keys, and the solution of a triangle."""
+    heads, key, value = model.linear_num_value_heads, model.linear_key_head_dim, model.linear_value_head_dim
+    met = min(model.linear_chunk_size / 2, seen)
+    channels = 2 * model.linear_num_key_heads * key + heads * value
+    within = met * heads * (3 * key + 2 * value)
+    return _delta_weights(model) + model.linear_conv_kernel_dim * channels + within + 3 * heads * key * value
+
+
 LAYER_COSTS: Mapping[Mixer | FeedForward, LayerCost] = {
     "attention": LayerCost(_attention_weights, _attention_products),
+    "mamba": LayerCost(_mamba_weights, _mamba_products),
+    "gated_delta": LayerCost(_delta_weights, _delta_products),
     "dense": LayerCost(_dense_weights, lambda model, seen: _dense_weights(model)),
     "moe": LayerCost(_experts_weights, _experts_products),
 }

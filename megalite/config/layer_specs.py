@@ -15,9 +15,10 @@ from typing import Literal
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-Mixer = Literal["attention"]
+Mixer = Literal["attention", "mamba", "gated_delta"]
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
+MAMBA_LETTER, DELTA_LETTER = "M", "G"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
 
 
@@ -43,13 +44,13 @@ class LayerSpec:
 
 
 LETTERS: Mapping[str, LayerSpec] = {
+    MAMBA_LETTER: LayerSpec("mamba", None),
+    DELTA_LETTER: LayerSpec("gated_delta", None),
     ATTENTION_LETTER: LayerSpec("attention", None),
     "-": LayerSpec(None, "dense"),
     EXPERTS_LETTER: LayerSpec(None, "moe"),
 }
 _LATER = {
-    "M": "a Mamba-2 layer",
-    "G": "a gated delta net",
     "K": "Kimi delta attention",
     "L": "a short convolution",
     "+": "multi-head latent attention",
@@ -74,7 +75,7 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
         if letter == NEXT_STAGE:
             continue
         if letter not in LETTERS:
-            known = "* attention, - dense feed-forward, E experts, | next stage"
+            known = "M Mamba-2, G gated delta net, * attention, - dense feed-forward, E experts, | next stage"
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
                 f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"

@@ -187,9 +187,42 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters, without num-layers: * attention, - dense feed-forward, E experts, each with its norm and its
-    residual; | begins the next stage, as in pipeline-model-parallel-layout. Unset: every layer is attention and a
-    feed-forward layer."""
+    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, * attention, - dense feed-forward, E
+    experts, each with its norm and its residual; | begins the next stage, as in pipeline-model-parallel-layout. Unset:
+    every layer is attention and a feed-forward layer."""
+    mamba_num_heads: PositiveInt | None = None
+    """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
+    mamba_head_dim: PositiveInt = 64
+    """Width of a head of a Mamba-2 layer."""
+    mamba_state_dim: PositiveInt = 128
+    """Width of the state of each channel of a Mamba-2 layer."""
+    mamba_num_groups: PositiveInt = 8
+    """Groups of heads of a Mamba-2 layer that share B, C and the statistics of the output's norm."""
+    mamba_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of a Mamba-2 layer sees."""
+    mamba_dt_min: NonNegativeFloat = 0.0
+    """Least step of a token in a Mamba-2 layer, after the softplus (Nemotron-H in transformers: 0.001)."""
+    mamba_dt_max: PositiveFloat | None = None
+    """Largest step of a token in a Mamba-2 layer; unset: none."""
+    mamba_chunk_size: PositiveInt = 128
+    """Tokens of a sample that a Mamba-2 layer computes by matrix products. It changes only rounding."""
+    linear_num_key_heads: PositiveInt = 16
+    """Heads of queries and keys of a gated delta net."""
+    linear_num_value_heads: PositiveInt = 32
+    """Heads of values of a gated delta net, a multiple of linear-num-key-heads."""
+    linear_key_head_dim: PositiveInt = 128
+    """Width of a head of queries and keys of a gated delta net."""
+    linear_value_head_dim: PositiveInt = 128
+    """Width of a head of values of a gated delta net."""
+    linear_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of a gated delta net sees."""
+    linear_allow_neg_eigval: bool = False
+    """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
+    linear_chunk_size: PositiveInt = 64
+    """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
 
     @property
     def rotary(self) -> bool:
@@ -239,6 +272,12 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        heads = self.mamba_num_heads
+        return 2 * self.hidden_size // self.mamba_head_dim if heads is None else heads
 
     @property
     def activation(self) -> Activation:

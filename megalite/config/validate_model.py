@@ -11,6 +11,7 @@ from megalite.config.fields import flag_of, needs, range_problems
 from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
+from megalite.config.validate_recurrent import recurrent_problems, uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -53,6 +54,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
         _ = model.layers
     except ConfigurationError as error:
         yield str(error)
+    yield from recurrent_problems(model)
     yield from _rotary(model)
 
 
@@ -148,6 +150,7 @@ def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     if model.num_experts is not None:
         widths |= {"expert width": model.expert_ffn_size}
         widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
+    widths |= uneven_recurrent_widths(model)
     return [
         f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
         for what, width in widths.items()

@@ -17,6 +17,8 @@ from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
+from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
+from megalite.model.mamba import Mamba, MambaSizes
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
@@ -88,6 +90,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None
     return Attention(
@@ -99,6 +102,42 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
     )
+
+
+def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> Mamba:
+    sizes = MambaSizes(
+        hidden=config.hidden_size,
+        heads=config.mamba_heads,
+        groups=config.mamba_num_groups,
+        width=config.mamba_head_dim,
+        state=config.mamba_state_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        taps=config.mamba_conv_kernel_dim,
+        limits=(config.mamba_dt_min, config.mamba_dt_max),
+        chunk=config.mamba_chunk_size,
+    )
+    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes)
+
+
+def make_gated_delta(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> GatedDelta:
+    """Make the gated delta net of a layer from the network's configuration."""
+    sizes = GatedDeltaSizes(
+        hidden=config.hidden_size,
+        key_heads=config.linear_num_key_heads,
+        heads=config.linear_num_value_heads,
+        key_width=config.linear_key_head_dim,
+        value_width=config.linear_value_head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        epsilon=config.norm_epsilon,
+        taps=config.linear_conv_kernel_dim,
+        strength=2.0 if config.linear_allow_neg_eigval else 1.0,
+        chunk=config.linear_chunk_size,
+    )
+    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
 
 
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
@@ -135,6 +174,8 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
 
 LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
+    "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

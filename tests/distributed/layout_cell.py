@@ -21,6 +21,7 @@ from megalite.pipeline.stages import Stages
 from tests.experts_oracle import Experts
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
+from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
 
 SEQUENCE = 12
@@ -31,6 +32,10 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4)}
+"""Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
+"""Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
@@ -110,10 +115,12 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    output_gate: bool = False  # of attention
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
     pattern: str | None = None  # of layers, each one half of a block, with | between stages; None: of LAYERS blocks
+    recurrent: str = "grouped"  # sizes of recurrent layers
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -236,7 +243,7 @@ def expert_layers(cell: Cell) -> tuple[int, ...]:
     """Return the numbers of the layers with experts; in a pattern, among its feed-forward layers."""
     if cell.pattern is None:
         return EXPERT_LAYERS.get(cell.family, ())
-    return tuple(number for number, letter in enumerate(re.sub(r"[*|]", "", cell.pattern)) if letter == "E")
+    return tuple(number for number, letter in enumerate(re.sub(r"[^-E]", "", cell.pattern)) if letter == "E")
 
 
 def valid(row: Row) -> bool:
@@ -300,6 +307,7 @@ def model_config(cell: Cell) -> ModelConfig:
     return ModelConfig(
         **expert_options(cell),
         num_layers=layers(cell),
+        **recurrent_options(cell),
         hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden_size=HIDDEN,
         num_attention_heads=heads,
@@ -327,6 +335,7 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        attention_output_gate=cell.output_gate,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -337,6 +346,20 @@ def model_config(cell: Cell) -> ModelConfig:
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
     )
+
+
+def recurrent_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of recurrent layers; none in networks without them. Chunks are shorter than samples."""
+    options: dict[str, Any] = {}
+    if "M" in (cell.pattern or ""):
+        names = ("num_heads", "num_groups", "head_dim", "state_dim", "conv_kernel_dim")
+        options |= {f"mamba_{name}": size for name, size in zip(names, MAMBA[cell.recurrent], strict=True)}
+        options["mamba_chunk_size"] = 5
+    if "G" in (cell.pattern or ""):
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
+        options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
+    return options
 
 
 def expert_options(cell: Cell) -> dict[str, Any]:
@@ -396,11 +419,14 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        output_gate=cell.output_gate,
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
         shared_ffn=SHARED_FFN.get(family, 0),
         shared_gate=family == "switch",
+        mamba=MAMBA[cell.recurrent],
+        delta=DELTA[cell.recurrent],
     )
 
 
@@ -437,7 +463,8 @@ def rates(cell: Cell, step: int) -> Rates:
 
 def oracle(cell: Cell) -> Oracle:
     if cell.pattern is not None:
-        return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""))
+        mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0)
+        return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)
     if cell.family in EXPERTS:
         experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)
         base = replace(cell, family="gpt2" if cell.family == "switch" else "llama")

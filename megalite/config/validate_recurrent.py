@@ -1,0 +1,47 @@
+"""Rules of Mamba-2 layers and gated delta nets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import needs
+from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, PATTERN_FLAG
+from megalite.config.model import ModelConfig
+
+
+def recurrent_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each option of recurrent layers that contradicts another, or is for a layer not there."""
+    letters = model.hybrid_layer_pattern or ""
+    if MAMBA_LETTER not in letters:
+        yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
+    else:
+        yield from _mamba(model)
+    if DELTA_LETTER not in letters:
+        yield from needs(model, "linear_*", f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
+    elif (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
+        yield f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}"
+
+
+def _mamba(model: ModelConfig) -> Iterator[str]:
+    heads, width, groups = model.mamba_heads, model.mamba_head_dim, model.mamba_num_groups
+    if model.mamba_num_heads is None and 2 * model.hidden_size % width:
+        yield (
+            f"twice --hidden-size {model.hidden_size} is not a multiple of --mamba-head-dim {width}: give "
+            "--mamba-num-heads"
+        )
+    elif heads % groups:
+        of = "" if model.mamba_num_heads is not None else f" (2 x --hidden-size / --mamba-head-dim {width})"
+        yield f"--mamba-num-heads {heads}{of} is not a multiple of --mamba-num-groups {groups}"
+    if model.mamba_dt_max is not None and model.mamba_dt_max < model.mamba_dt_min:
+        yield f"--mamba-dt-max {model.mamba_dt_max} is less than --mamba-dt-min {model.mamba_dt_min}"
+
+
+def uneven_recurrent_widths(model: ModelConfig) -> dict[str, int]:
+    """Return the widths of recurrent layers that tensor-parallel ranks must split evenly, by their names."""
+    kinds = {layer.mixer for layer in model.layers}
+    widths: dict[str, int] = {}
+    if "mamba" in kinds:
+        widths |= {"Mamba-2 heads": model.mamba_heads, "Mamba-2 groups": model.mamba_num_groups}
+    if "gated_delta" in kinds:
+        widths["key heads of the gated delta net"] = model.linear_num_key_heads
+    return widths

@@ -1,0 +1,183 @@
+"""Parts that recurrent layers share: their convolution, their recurrence over ranks and with a cache, initial values.
+
+A recurrent layer has a state of fixed size in place of keys and values. `megalite_kernels/recurrence.py` has the
+arithmetic, in chunks that are counted from the start of the sample. Documents begin with a state of zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megalite.model.batch import LayerContext
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.placement import stacked
+from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Sharding
+from megalite.parallel.stage_module import Inside
+from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
+from megalite_kernels.convolution import convolution_step, short_convolution
+from megalite_kernels.recurrence import Segment, recurrence, step_once
+
+
+class RecurrentCache:
+    """State of a batch of sequences in one recurrent layer, and the last tokens that its convolution has seen.
+
+    Padding changes neither.
+    """
+
+    def __init__(self) -> None:
+        self.state: Tensor | None = None
+        """[batch, heads, key width, value width]."""
+        self.tail: Tensor | None = None
+        """[taps - 1, batch, channels]."""
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these sequences of the batch."""
+        if self.state is not None and self.tail is not None:
+            self.state, self.tail = self.state[rows], self.tail[:, rows]
+
+
+class RecurrentCore(nn.Module):
+    """Convolution and recurrence of a layer, over the runs of tokens that this rank has of each sample."""
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        weights: Sequence[LogicalTensor],
+        biases: Sequence[LogicalTensor],
+        *,
+        taps: int,
+        delta: bool,
+        chunk: int,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            weights: parts of the convolution, [heads, ..., taps] each, in the order of its channels.
+            biases: those of its biases, [heads, ...]; none without biases.
+            delta: see `recurrence`, as `chunk`.
+        """
+        super().__init__()
+        self.weight = context.parameter(stacked([context.split(part, {0: "heads"}) for part in weights]))
+        bias = [context.split(part, {0: "heads"}, columns=0) for part in biases]
+        self.bias = context.parameter(stacked(bias)) if bias else None
+        self.taps, self.delta, self.chunk = taps, delta, chunk
+        group = context.mesh.group("cp")
+        self.over = group if group.size > 1 else None
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        return [] if self.over is None else list(INSIDE if self.taps > 1 else INSIDE[1:])
+
+    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
+        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
+        if cache is not None and context.cache is not None:
+            return self._convolve_further(input, cache, context.cache.real)
+        segments, halos = segments_of(context), None
+        if self.over is not None and self.taps > 1:
+            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
+        return short_convolution(input, self.weight, self.bias, segments, halos)
+
+    def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
+        """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
+        tail = input.new_zeros(self.taps - 1, *input.shape[1:]) if cache.tail is None else cache.tail
+        if len(input) == 1 and real is None:
+            output, cache.tail = convolution_step(input, self.weight, self.bias, tail)
+            return output
+        whole = torch.cat([tail, input])
+        output = short_convolution(input, self.weight, self.bias, None, [tail])
+        if real is None:
+            cache.tail = whole[len(input) :]
+        else:
+            last = real.sum(1) + torch.arange(len(tail), device=input.device)[:, None]
+            cache.tail = whole.gather(0, last.unsqueeze(-1).expand(*last.shape, input.shape[-1]))
+        return output
+
+    def recur(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        step: Tensor,
+        context: LayerContext,
+        cache: RecurrentCache | None,
+    ) -> Tensor:
+        """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
+        if cache is not None and context.cache is not None:
+            if (real := context.cache.real) is not None:
+                mask = real.t().unsqueeze(-1)
+                decay, step = decay.masked_fill(~mask, 0.0), step.masked_fill(~mask, 0.0)
+            if len(query) == 1 and cache.state is not None:
+                output, cache.state = step_once(query, key, value, decay, step, delta=self.delta, state=cache.state)
+                return output
+            output, cache.state = recurrence(
+                query, key, value, decay, step, delta=self.delta, chunk=self.chunk, state=cache.state
+            )
+            return output
+        segments = segments_of(context)
+        scan = None if self.over is None else StateScan(self.over, context.layout)
+        output, _ = recurrence(
+            query, key, value, decay, step, delta=self.delta, chunk=self.chunk, segments=segments, scan=scan
+        )
+        return output
+
+
+def segments_of(context: LayerContext) -> list[Segment]:
+    """Return the runs of tokens that this rank has of each sample."""
+    first = context.first_keys
+    return [Segment(run, None if first is None else first[:, run.start : run.stop]) for run in context.layout.runs]
+
+
+def by_heads(context: ParallelContext, parts: Sequence[LogicalTensor]) -> Sharding:
+    """Place the parts of a fused projection, [heads, ..., hidden] each: heads are split within each part."""
+    return stacked([context.split(part, {0: "heads"}) for part in parts])
+
+
+def of_heads(name: str, heads: int, initial: Drawn | Constant) -> LogicalTensor:
+    """Describe a number for each head, kept in fp32: a decay rounded to bf16 is off by nearly a percent."""
+    return LogicalTensor(name, (heads,), initial, weight_decay=False, fp32=True)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values drawn evenly between two numbers."""
+
+    shape: tuple[int, ...]
+    low: float
+    high: float
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        return torch.rand(self.shape, generator=generator) * (self.high - self.low) + self.low
+
+
+@dataclass(frozen=True)
+class LogOfUniform(Uniform):
+    """Logarithms of such values."""
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        return super().__call__(generator).log()
+
+
+@dataclass(frozen=True)
+class StepBias(Uniform):
+    """Biases whose softplus is drawn evenly in its logarithm between two numbers, and is at least `least`."""
+
+    least: float = 1e-4
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        powers = torch.rand(self.shape, generator=generator)
+        low, high = math.log(self.low), math.log(self.high)
+        steps = (powers * (high - low) + low).exp().clamp(min=self.least)
+        return steps + (-torch.expm1(-steps)).log()
+
+
+def taps_of(shape: tuple[int, ...], taps: int) -> Drawn:
+    """Return the initial values of a convolution over so many tokens: torch's for `nn.Conv1d` by channel."""
+    bound = 1 / math.sqrt(taps)
+    return Drawn(Uniform(shape, -bound, bound))
