@@ -92,14 +92,12 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("letters", "flags", "problem"),
     [
-        ("*M-", "", "'*M-': 'M', character 2, is a Mamba-2 layer, which megalite does not have yet"),
-        ("G", "", "'G', character 1, is a gated delta net, which"),
-        ("K", "", "'K', character 1, is Kimi delta attention, which"),
+        ("*K-", "", "'*K-': 'K', character 2, is Kimi delta attention, which megalite does not have yet"),
         ("L", "", "'L', character 1, is a short convolution, which"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        ("* -", "", "' ', character 2, is unknown; there are * attention, - dense feed-forward, E experts, | next"),
+        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, - dense feed-fo"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
