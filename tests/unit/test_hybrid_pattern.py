@@ -18,7 +18,6 @@ from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
-from megalite.conversion.megatron_arguments import arguments_of
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
 from megalite.model.cache import StageCache
@@ -97,7 +96,11 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, - dense feed-fo"),
+        (
+            "* -",
+            "",
+            "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, - dense feed-fo",
+        ),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
@@ -241,11 +244,9 @@ def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None
         check_same_function("it", PLAIN, pattern("M-M-"))
 
 
-def test_other_formats_have_no_other_patterns() -> None:
+def test_hugging_face_has_no_other_patterns() -> None:
     with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
         choose(FAMILIES, pattern("**--"))
-    with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
-        arguments_of(pattern("**--"), {}, 8, 128)
 
 
 def test_operations_are_those_of_the_halves() -> None:
