@@ -83,7 +83,7 @@ def _pattern(flag: str, text: str, words: str, layers: int) -> Sequence[bool]:
             f"{flag} {shown(text)}: expected {words} for each layer, like [1,1,0] or ([1]*2+[0])*4"
         )
     if len(pattern) != layers:
-        raise ConfigurationError(f"{flag} {shown(text)} is for {len(pattern)} layers, but --num-layers is {layers}")
+        raise ConfigurationError(f"{flag} {shown(text)} is for {len(pattern)} layers, and the network has {layers}")
     return pattern
 
 

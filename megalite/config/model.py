@@ -18,8 +18,9 @@ from megalite.config.fields import (
     at_most,
 )
 from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
-from megalite.config.layer_specs import LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
@@ -253,6 +254,13 @@ class ModelConfig:
             LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
             for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
         )
+
+    @property
+    def depth(self) -> str:
+        """Number of layers, with the flag that gives it, for messages."""
+        if (pattern := self.hybrid_layer_pattern) is None:
+            return f"--num-layers {self.num_layers}"
+        return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:

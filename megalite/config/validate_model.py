@@ -167,7 +167,7 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a line for each relation between the options of experts that does not hold."""
     experts, topk = model.num_experts, model.moe_router_topk
     if experts is None:
-        yield from needs(model, "moe_*", "--num-experts")
+        yield from needs(model, "moe_*", what_has_experts(model))
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
@@ -195,6 +195,13 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     if model.moe_shared_expert_intermediate_size is None:
         names = "moe_shared_expert_gate moe_shared_expert_overlap"
         yield from needs(model, names, "--moe-shared-expert-intermediate-size")
+
+
+def what_has_experts(model: ModelConfig) -> str:
+    """Return what a network without experts lacks, for messages about their flags."""
+    pattern = model.hybrid_layer_pattern
+    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern
+    return f"a layer with experts ({EXPERTS_LETTER}) in {PATTERN_FLAG}" if lacks_letter else "--num-experts"
 
 
 def has_idle_softmax(model: ModelConfig) -> bool:
