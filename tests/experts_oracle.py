@@ -22,6 +22,11 @@ from torch import Tensor
 
 SMALLEST_GAP = 1e-9
 """The choices of all layouts agree if the scores on both sides of each decision differ by more than rounding."""
+SEPARATE_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.log1p(logits.exp()).sqrt(),
+}
+"""Scores that do not depend on the logits of the other experts."""
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Experts:
     """Options of the layers with experts; names and meaning are Megatron-LM's."""
 
     topk: int
-    score: str = "softmax"  # of the chosen; "pre_softmax": of all; or "sigmoid"
+    score: str = "softmax"  # of the chosen; "pre_softmax": of all; "sigmoid"; or "sqrtsoftplus"
     scaling: float = 1.0
     groups: tuple[int, int, int] | None = None  # their number, how many are chosen, how many scores make a group's
     capacity_factor: float | None = None
@@ -80,8 +85,8 @@ class Experts:
         scores, shares = logits.softmax(-1), logits.softmax(-1)
         if self.score == "softmax":
             scores = logits
-        elif self.score == "sigmoid":
-            scores = logits.sigmoid()
+        elif self.score in SEPARATE_SCORES:
+            scores = SEPARATE_SCORES[self.score](logits)
             shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         choices = scores
         if self.evened_samples is not None:
@@ -106,7 +111,7 @@ class Experts:
                 elif self.score == "pre_softmax":
                     of_chosen = scores[b, s, chosen]
                 else:
-                    of_chosen = of_chosen.sigmoid()
+                    of_chosen = SEPARATE_SCORES[self.score](of_chosen)
                     if self.topk > 1:
                         of_chosen = of_chosen / (of_chosen.sum() + 1e-20)
                 weight[b, s] = weight[b, s].index_add(0, torch.tensor(chosen), of_chosen * self.scaling)

@@ -132,7 +132,7 @@ class ModelConfig:
     """Width of each expert; unset: ffn-hidden-size."""
     moe_router_topk: PositiveInt = 2
     """Experts that each token chooses."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from a token's logits to the scores of the experts."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, without renormalization; off: over the chosen experts."""

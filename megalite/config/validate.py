@@ -96,7 +96,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
-        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
+        yield "model", "moe_router_pre_softmax", f", since --moe-router-score-function is {config.model.moe_router_score_function}"
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):

@@ -173,7 +173,7 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
     yield from _expert_groups(model, experts)
     if model.moe_router_enable_expert_bias and softmax:
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
     if not model.moe_router_enable_expert_bias:
         yield from needs(model, "moe_router_bias_update_rate", "--moe-router-enable-expert-bias")
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
@@ -193,9 +193,9 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def has_idle_softmax(model: ModelConfig) -> bool:
-    """Tell whether --moe-router-pre-softmax changes nothing: sigmoid scores, which Megatron-LM takes it with, too."""
-    by_sigmoid = model.moe_router_score_function == "sigmoid" and model.num_experts is not None
-    return by_sigmoid and "sinkhorn" not in model.moe_router_load_balancing_type
+    """Tell whether --moe-router-pre-softmax changes nothing: separate scores, which Megatron-LM takes it with, too."""
+    separate = model.moe_router_score_function != "softmax" and model.num_experts is not None
+    return separate and "sinkhorn" not in model.moe_router_load_balancing_type
 
 
 def with_router_weights(model: ModelConfig) -> ModelConfig:

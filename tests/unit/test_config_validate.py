@@ -667,7 +667,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             "--moe-router-enable-expert-bias",
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus",
         ),
         ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate needs --moe-router-enable-expert-bias"),
         (

@@ -50,12 +50,19 @@ class Case:
 
 
 SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid"}
+ROOTS: dict[str, Any] = {"moe_router_score_function": "sqrtsoftplus"}
 SINKHORN: dict[str, Any] = {"moe_router_load_balancing_type": ("sinkhorn",)}
 CASES = {
     "softmax of the chosen": Case(),
     "softmax of all": Case({"moe_router_pre_softmax": True}, Experts(2, "pre_softmax")),
     "sigmoid": Case(SIGMOID, Experts(2, "sigmoid")),
     "sigmoid of one": Case(SIGMOID | {"moe_router_topk": 1}, Experts(1, "sigmoid")),
+    "roots of softplus": Case(ROOTS, Experts(2, "sqrtsoftplus", losses={"seq_aux_loss": 0.3})),
+    "roots of softplus, biased": Case(
+        ROOTS | {"moe_router_enable_expert_bias": True, "moe_router_topk": 1},
+        Experts(1, "sqrtsoftplus", bias_rate=1e-3),
+        bias=(0, 0.5, 0, 0.2),
+    ),
     "scaled": Case({"moe_router_topk_scaling_factor": 2.5}, Experts(2, scaling=2.5)),
     "all experts": Case({"moe_router_topk": 4}, Experts(4)),
     "groups": Case(
