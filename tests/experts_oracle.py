@@ -5,6 +5,7 @@ It imports nothing of megalite, and takes weights by global logical name:
     layers.{i}.moe.router [experts, hidden]
     layers.{i}.moe.gate_up [experts, 2, ffn, hidden] (gated) or moe.up [experts, ffn, hidden]    ...gate_up_bias|up_bias
     layers.{i}.moe.down [experts, hidden, ffn]                                                   ...down_bias
+    layers.{i}.moe.latent_down [latent, hidden], moe.latent_up [hidden, latent]: if there, experts have this width
     layers.{i}.moe.shared.gate_up|up|down, as of a dense feed-forward layer       layers.{i}.moe.shared_gate [1, hidden]
 
 Choices are made token by token in Python: sorted by descending score, then by ascending number.
@@ -126,6 +127,9 @@ class Experts:
                         takers.sort(key=lambda s: (-weight[b, s, e].item(), s))
                     kept[b, takers[capacity:], e] = 0.0
         records[name] = Record(logits, shares * real[..., None], by_score, routed, kept, real.to(logits.dtype))
+        latent = name + "latent_down" in weights
+        if latent:
+            hidden = F.linear(hidden, weights[name + "latent_down"], weights.get(name + "latent_down_bias"))
         output = torch.zeros_like(hidden)
         gated = name + "gate_up" in weights
         up_name = name + ("gate_up" if gated else "up")
@@ -138,6 +142,8 @@ class Experts:
             if name + "down_bias" in weights:
                 of_expert = of_expert + weights[name + "down_bias"][e]
             output = output + (weight * kept)[..., e : e + 1] * of_expert
+        if latent:
+            output = F.linear(output, weights[name + "latent_up"], weights.get(name + "latent_up_bias"))
         return output
 
     def choose(self, scores: Sequence[float]) -> list[int]:

@@ -219,6 +219,9 @@ class ModelConfig:
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    moe_latent_size: PositiveInt | None = None
+    """Width of tokens at the routed experts: a matrix before them narrows the tokens, and one after them widens their
+    sum (Nemotron 3); unset: hidden-size."""
 
     @property
     def rotary(self) -> bool:
@@ -286,6 +289,11 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Width of an expert; with a gate, the width of each half."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that routed experts process."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
     @property
     def topk_scaling_factor(self) -> float:

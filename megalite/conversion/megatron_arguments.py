@@ -29,7 +29,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate"""
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate
+    moe_latent_size"""
 """Further fields of this kind, which have a meaning only if there are experts."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",

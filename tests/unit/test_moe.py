@@ -105,6 +105,10 @@ CASES = {
     ),
     "shared experts": Case({"moe_shared_expert_intermediate_size": 12}),
     "gated shared experts": Case({"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True}),
+    "latent width": Case({"moe_latent_size": 5, "moe_shared_expert_intermediate_size": 12}),
+    "latent width, with biases": Case(
+        {"moe_latent_size": 5, "add_bias_linear": True, "swiglu": False}, activation="gelu"
+    ),
     "loss per micro-batch": Case({}, Experts(2, losses={"aux_loss": 0.3}), padding=True),
     "loss per sequence": Case({}, Experts(2, losses={"seq_aux_loss": 0.3}), padding=True),
     "loss over steps": Case({}, Experts(2, losses={"global_aux_loss": 0.3}), padding=True),
