@@ -49,6 +49,7 @@ class Inputs:
     bias: Tensor | None = None  # [experts]
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     replayed: Tensor | None = None  # [batch, sequence, topk], -1 for the router's choice
+    offset: Tensor | None = None  # [experts], of quantile balancing
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Experts:
     losses: Mapping[str, float] = field(default_factory=dict)  # coefficients by kind
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    quantile_ema: float | None = None  # share of the old offset; None: no quantile balancing
     evened_samples: int | None = None  # of a micro-batch, among whose tokens Sinkhorn's iteration evens choices out
 
     def layer(
@@ -89,7 +91,8 @@ class Experts:
         elif self.score in SEPARATE_SCORES:
             scores = SEPARATE_SCORES[self.score](logits)
             shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        choices = scores
+        choices = logits if inputs.offset is None else logits - inputs.offset.to(logits.dtype)
+        choices = scores if self.quantile_ema is None else choices
         if self.evened_samples is not None:
             choices = logits.detach().clone()
             for micro_batch in torch.arange(batch).split(self.evened_samples):
@@ -190,6 +193,29 @@ class Experts:
         """Return the bias after a step, in its dtype: higher for experts with fewer tokens than the mean."""
         counts = record.kept.sum((0, 1))
         return bias + self.bias_rate * (counts.mean() - counts).sign().to(bias.dtype)
+
+    def next_offset(self, offset: Tensor, record: Record) -> Tensor:
+        """Return the offset of quantile balancing after a step, in its dtype.
+
+        Numbers of samples are rounded to multiples of 2^-32, as megalite does, so that their sum has one value.
+        """
+        assert self.quantile_ema is not None
+        experts, of_samples = len(offset), []
+        for logits, real in zip(record.logits.detach().tolist(), record.real.tolist(), strict=True):
+            tokens = [row for row, counts in zip(logits, real, strict=True) if counts]
+            if not tokens:
+                continue
+            less = [[z - off for z, off in zip(row, offset.tolist(), strict=True)] for row in tokens]
+            bars = [sorted(row)[-1 - self.topk] for row in less]
+            share = len(tokens) * self.topk // experts
+            excess = [[row[e] - bar for row, bar in zip(tokens, bars, strict=True)] for e in range(experts)]
+            of_samples.append([round(sorted(of_expert)[-1 - share] * 2**32) / 2**32 for of_expert in excess])
+        if not of_samples:
+            return offset
+        sums = [math.fsum(column) for column in zip(*of_samples, strict=True)]
+        means = torch.tensor(sums, dtype=torch.float64) / len(of_samples)
+        moved = self.quantile_ema * offset.double() + (1 - self.quantile_ema) * means
+        return (moved - moved.mean()).to(offset.dtype)
 
 
 def even_choices(logits: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -3,8 +3,9 @@
 Experts are chosen by score, descending, and among equal scores by number, ascending, so that every device and layout
 chooses the same for the same logits. The score is the logit z, softmax(z) over all experts, sigmoid(z), or
 sqrt(softplus(z)). All of them rise with z, so without bias and groups the choice is that of z, which is not rounded. A
-bias may be added to the score, which affects the choice only (arXiv:2408.15664). With groups of consecutive experts, a token chooses only in its
-`group_topk` best groups; a group's score is the sum of its best `group_scores` scores (arXiv:2412.19437).
+bias may be added to the score, which affects the choice only (arXiv:2408.15664). With groups of consecutive experts, a
+token chooses only in its `group_topk` best groups; a group's score is the sum of its best `group_scores` scores
+(arXiv:2412.19437).
 
 The weights of the chosen experts, before the scaling factor:
 

@@ -40,6 +40,7 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 _SWITCHES_AND_COUNTS = """multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
@@ -99,9 +100,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= _window(arguments)
     values |= _experts(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
-    if values.get("num_experts") and kinds == "sinkhorn":
-        values["moe_router_load_balancing_type"] = ("sinkhorn",)
-    elif values.get("num_experts") and isinstance(kinds, list) and "sinkhorn" in kinds:
+    if values.get("num_experts") and kinds in _WITHOUT_LOSS:
+        values["moe_router_load_balancing_type"] = (kinds,)
+    elif values.get("num_experts") and isinstance(kinds, list) and set(_WITHOUT_LOSS) & set(kinds):
         unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
@@ -265,6 +266,8 @@ def arguments_of(
     if model.num_experts is not None:
         with_experts = [int(layer.feed_forward == "moe") for layer in model.layers]
         arguments |= {name: getattr(model, name) for name in _OF_EXPERTS.split()}
+        if model.balances_by_quantiles:
+            arguments["moe_router_load_balancing_type"] = "quantile_balancing"
         arguments |= {
             "moe_ffn_hidden_size": model.expert_ffn_size,
             "moe_layer_freq": 1 if all(with_experts) else with_experts,

@@ -41,7 +41,12 @@ def _experts() -> tuple[Rule, ...]:
     rules = (
         (_MLP + "router.weight", "experts hidden -> experts hidden", "moe.router"),
         (_MLP + "router.expert_bias", "experts -> experts", "state/moe.expert_bias"),
-        (experts + "1.weight", "experts (two expert_ffn) expert_hidden -> experts two expert_ffn expert_hidden", "moe.gate_up"),
+        (_MLP + "router.qb_beta", "experts -> experts", "state/moe.quantile_offset"),
+        (
+            experts + "1.weight",
+            "experts (two expert_ffn) expert_hidden -> experts two expert_ffn expert_hidden",
+            "moe.gate_up",
+        ),
         (experts + "1.weight", "experts expert_ffn expert_hidden -> experts expert_ffn expert_hidden", "moe.up"),
         (experts + "2.weight", "experts expert_hidden expert_ffn -> experts expert_hidden expert_ffn", "moe.down"),
         (shared + "linear_fc1.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),

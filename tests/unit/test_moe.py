@@ -46,6 +46,7 @@ class Case:
     padding: bool = False
     router: float | None = None  # replaces all weights of the router
     bias: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
     replayed: bool = False
 
 
@@ -127,6 +128,12 @@ CASES = {
         padding=True,
         replayed=True,
     ),
+    "even by offsets": Case(
+        {"moe_router_load_balancing_type": ("quantile_balancing",)},
+        Experts(2, quantile_ema=0.0),
+        padding=True,
+        offset=(0.5, -0.5, 0.25, -0.25),
+    ),
     "wide logits": Case({"moe_router_dtype": "fp64"}),
     "replayed": Case(
         {"moe_router_pre_softmax": True},
@@ -175,6 +182,8 @@ def layer_of(case: Case) -> MoE:
             layer.router.weight.fill_(case.router)
         if layer.router.expert_bias is not None:
             layer.router.expert_bias.values.copy_(torch.tensor(case.bias))
+        if layer.router.quantile_offset is not None:
+            layer.router.quantile_offset.values.copy_(torch.tensor(case.offset))
     return layer
 
 
@@ -217,6 +226,7 @@ def computed_by_oracle(case: Case, weights: dict[str, Tensor], hidden: Tensor) -
         {LAYER: torch.tensor(case.bias)} if case.bias else {},
         padding_of(case),
         replayed={LAYER: replayed} if replayed is not None else {},
+        offsets={LAYER: torch.tensor(case.offset, dtype=torch.float64)} if case.offset else {},
     )
     output = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, hidden, routing)
     return output, routing.records[LAYER]
@@ -245,7 +255,11 @@ def test_a_layer_is_the_oracles(name: str) -> None:
         wanted = weights[piece.tensor.name].grad
         wanted = torch.zeros_like(weights[piece.tensor.name]) if wanted is None else wanted
         torch.testing.assert_close(piece.view(parameter.grad), wanted, rtol=1e-11, atol=1e-12)
-    assert layer.router.tally.own.tolist() == counts(record)
+    assert layer.router.tally.own[: 2 * EXPERTS + 1].tolist() == counts(record)
+    if layer.router.quantile_offset is not None:
+        offset = layer.router.quantile_offset.values.clone()
+        end_step([layer.router.tally])
+        assert_bits_equal(layer.router.quantile_offset.values, case.experts.next_offset(offset, record), "offset")
 
 
 def counts(record: Record) -> list[int]:
