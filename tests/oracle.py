@@ -51,6 +51,7 @@ class Routing:
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -211,7 +212,9 @@ class Oracle(Rotary):
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        inputs = Inputs(
+            routing.biases.get(name), routing.padding, routing.replayed.get(name), routing.offsets.get(name)
+        )
         output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output

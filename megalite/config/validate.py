@@ -103,7 +103,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
-        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
+        yield (
+            "model",
+            "moe_router_pre_softmax",
+            f", since --moe-router-score-function is {config.model.moe_router_score_function}",
+        )
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
@@ -399,7 +403,7 @@ def _experts(config: RunConfig) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn"):
+            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")

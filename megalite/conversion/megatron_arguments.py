@@ -29,7 +29,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate"""
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate
+    moe_latent_size"""
 """Further fields of this kind, which have a meaning only if there are experts."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",
@@ -45,6 +46,7 @@ _OF_LETTERS = {
         linear_num_value_heads""",
 }
 """Further fields of this kind, which have a meaning only if a pattern has the letter."""
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 _SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
@@ -110,9 +112,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= _experts(arguments)
     values |= _layers(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
-    if values.get("num_experts") and kinds == "sinkhorn":
-        values["moe_router_load_balancing_type"] = ("sinkhorn",)
-    elif values.get("num_experts") and isinstance(kinds, list) and "sinkhorn" in kinds:
+    if values.get("num_experts") and kinds in _WITHOUT_LOSS:
+        values["moe_router_load_balancing_type"] = (kinds,)
+    elif values.get("num_experts") and isinstance(kinds, list) and set(_WITHOUT_LOSS) & set(kinds):
         unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
@@ -319,6 +321,8 @@ def arguments_of(
     if model.num_experts is not None:
         with_experts = [int(layer.feed_forward == "moe") for layer in model.layers]
         arguments |= {name: getattr(model, name) for name in _OF_EXPERTS.split()}
+        if model.balances_by_quantiles:
+            arguments["moe_router_load_balancing_type"] = "quantile_balancing"
         arguments |= {
             "moe_ffn_hidden_size": model.expert_ffn_size,
             "moe_layer_freq": 1 if all(with_experts) else with_experts,

@@ -161,6 +161,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
         shared_gate=config.moe_shared_expert_gate and shared is not None,
+        latent=config.moe_latent_size,
         overlaps_shared_experts=config.moe_shared_expert_overlap,
         dispatcher=config.moe_token_dispatcher_type,
         padded=config.moe_pad_expert_input_to_capacity,
