@@ -122,3 +122,12 @@ def test_of_the_experts_only_those_that_a_token_uses_count() -> None:
     }
     more = flops_per_token(model(**experts), 40, 10) - flops_per_token(model(), 40, 10)
     assert more == 3 * 2 * 16 * (3 * (2 * 10 + 6) + 8 + 1 - 3 * 24)
+
+
+def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:
+    kinds = {"hybrid_layer_pattern": "LK", "kda_num_heads": 3, "kda_head_dim": 8, "kda_chunk_size": 4}
+    per_token = flops_per_token(model(**kinds), 40, 10)
+    convolution = 4 * 16 * 16 + (3 + 2) * 16
+    matrices = 16 * (4 * 24 + 2 * 8 + 3) + 2 * 8 * 24
+    kimi = matrices + 4 * 3 * 24 + 5 * 2 * 24 + 3 * 24 * 8  # a token meets half a chunk, 2 tokens
+    assert per_token == 3 * 2 * (convolution + kimi + 16 * 40)
