@@ -103,6 +103,7 @@ class KimiDelta(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Mix the tokens of hidden states."""
         sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
         heads = (self.heads, sizes.width)
         mixed, beta = self.input(hidden).split([3 * self.heads * sizes.width, self.heads], dim=-1)

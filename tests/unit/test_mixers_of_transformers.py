@@ -64,7 +64,7 @@ def test_short_convolution(bias: bool) -> None:
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_kimi_delta_attention(bound: float | None) -> None:
-    """With the bound, decays are those of GLM-5.3."""
+    """Decays under the bound are those of GLM-5.3."""
     from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearConfig, KimiLinearDeltaAttention
 
