@@ -155,6 +155,7 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         *halos: Tensor,
     ) -> Tensor:
+        """Compute the outputs of all segments, block by block."""
         ctx.save_for_backward(input, weight, bias, *halos)
         ctx.segments, ctx.silu = segments, silu
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -169,6 +170,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Add up the gradients block by block, after the sums of the taps are computed again."""
         input, weight, bias, *halos = ctx.saved_tensors
         wide = torch.promote_types(input.dtype, torch.float32)
         factors = _wide(wide, weight, bias)
