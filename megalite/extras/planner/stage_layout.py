@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from megalite.config import ParallelConfig, RunConfig
-from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, stages_of_pattern
+from megalite.config.model import without_stages
 from megalite.config.pipeline_layout import AUTO, schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
@@ -41,6 +42,14 @@ def balanced(costs: PartCosts, stages: int) -> str:
     return letters(counts)
 
 
+def with_letters_of_pattern(config: RunConfig) -> RunConfig:
+    """Return the same run, with the stages of its pattern as letters of the flag that plans set."""
+    if (layers := stages_of_pattern(config.model.hybrid_layer_pattern)) is None:
+        return config
+    parallel = replace(config.parallel, pipeline_model_parallel_layout=letters(layers))
+    return replace(config, model=without_stages(config.model), parallel=parallel)
+
+
 def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[str, ...]]:
     """Return a run whose stages are written out, for --pipeline-model-parallel-layout auto or auto:FILE, and notes.
 
@@ -51,10 +60,10 @@ def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[st
         ConfigurationError: the flags contradict each other, or the layers cannot be divided into these stages.
     """
     parallel, layers = config.parallel, config.model.num_layers
-    if (pattern := config.model.hybrid_layer_pattern) is not None:
+    if stages_of_pattern(pattern := config.model.hybrid_layer_pattern) is not None:
         raise ConfigurationError(
-            f"{_FLAG} {AUTO} does not know the costs of the layers of {PATTERN_FLAG} {shown(pattern)}: write "
-            f"{NEXT_STAGE} into the pattern where the next stage begins, or give the letters of the stages"
+            f"{PATTERN_FLAG} {shown(pattern or '')} says by {NEXT_STAGE} what each stage contains: leave "
+            f"{_FLAG} {AUTO} out, or {NEXT_STAGE}"
         )
     file = (parallel.pipeline_model_parallel_layout or "").partition(":")[2]
     without = replace(parallel, pipeline_model_parallel_layout=None)
