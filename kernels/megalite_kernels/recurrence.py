@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite_kernels.chunks import Chunks, Documents, Segment
 
-__all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -40,6 +40,22 @@ class Scan(Protocol):
 
     def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
+
+
+class _Found(NamedTuple):
+    """Output of a recurrence, the state before each chunk and after all, and the matrices of the segments' maps."""
+
+    output: Tensor
+    states: Tensor
+    last: Tensor
+    matrices: list[Tensor]
+
+
+@dataclass
+class Kept:
+    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+
+    found: _Found | None = None
 
 
 def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
@@ -69,6 +85,7 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
 
@@ -82,13 +99,14 @@ def recurrence(
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
+        kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
     chunks = Chunks([Segment(range(len(query)), None)] if segments is None else segments, chunk)
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, chunks, delta, scan)
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, chunks, delta, scan, kept)
     return output, last
 
 
@@ -229,6 +247,25 @@ def _map(prepared: _Prepared, chunks: range) -> tuple[Tensor, Tensor]:
     return matrix, offset
 
 
+def _forward(
+    prepared: _Prepared, value: Tensor, state: Tensor | None, chunks: Chunks, delta: bool, scan: Scan | None
+) -> _Found:
+    """Run the recurrence of `_Recurrence`."""
+    heads = value.shape[1:3]
+    states = prepared.keep.new_empty(*prepared.keep.shape, prepared.key.shape[-1], value.shape[3])
+    last = states.new_zeros(*heads, *states.shape[2:]) if state is None else state.to(states.dtype)
+    entering, matrices = [last], []
+    if scan is not None:
+        maps = [tuple(each.unflatten(0, heads) for each in _map(prepared, run)) for run in chunks.of_segment]
+        entering, matrices = scan.entering(maps, delta), [matrix for matrix, _ in maps]
+    for i, run in enumerate(chunks.of_segment):
+        if i < len(entering):
+            last = entering[i]
+        last = _run(prepared, states, run, last.flatten(0, 1)).unflatten(0, heads)
+    output = (prepared.query @ states) * prepared.inflow.unsqueeze(-1) + prepared.scores @ prepared.added
+    return _Found(chunks.join(output, heads[0], value.dtype), states, last, matrices)
+
+
 class _Recurrence(torch.autograd.Function):
     """Recurrence in chunks, which saves its inputs and the state before each chunk."""
 
@@ -244,24 +281,17 @@ class _Recurrence(torch.autograd.Function):
         chunks: Chunks,
         delta: bool,
         scan: Scan | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        prepared = _prepare(query, key, value, decay, step, chunks, delta)
-        heads, widths = value.shape[1:3], (key.shape[3], value.shape[3])
-        states = prepared.keep.new_empty(*prepared.keep.shape, *widths)
-        last = states.new_zeros(*heads, *widths) if state is None else state.to(states.dtype)
-        entering, matrices = [last], []
-        if scan is not None:
-            maps = [tuple(each.unflatten(0, heads) for each in _map(prepared, run)) for run in chunks.of_segment]
-            entering, matrices = scan.entering(maps, delta), [matrix for matrix, _ in maps]
-        for i, run in enumerate(chunks.of_segment):
-            if i < len(entering):
-                last = entering[i]
-            last = _run(prepared, states, run, last.flatten(0, 1)).unflatten(0, heads)
-        output = (prepared.query @ states) * prepared.inflow.unsqueeze(-1) + prepared.scores @ prepared.added
-        ctx.save_for_backward(query, key, value, decay, step, states, *matrices)
+        found = None if kept is None else kept.found
+        if found is None:
+            found = _forward(_prepare(query, key, value, decay, step, chunks, delta), value, state, chunks, delta, scan)
+            if kept is not None:
+                kept.found = found
+        ctx.save_for_backward(query, key, value, decay, step, found.states, *found.matrices)
         ctx.chunks, ctx.delta, ctx.scan = chunks, delta, scan
-        ctx.mark_non_differentiable(last)
-        return chunks.join(output, heads[0], value.dtype), last
+        ctx.mark_non_differentiable(found.last)
+        return found.output, found.last
 
     @staticmethod
     @once_differentiable
@@ -277,7 +307,7 @@ class _Recurrence(torch.autograd.Function):
         leaving = _leaving(prepared, grad_added, grad_states, matrices, ctx, value.shape[1:3])
         found = _gradients(prepared, states, gradient, grad_added, leaving, shared)
         inputs = (query, key, value, decay, step)
-        return *(chunks.join(one, query.shape[1], of.dtype) for one, of in zip(found, inputs, strict=True)), *[None] * 4
+        return *(chunks.join(one, query.shape[1], of.dtype) for one, of in zip(found, inputs, strict=True)), *[None] * 5
 
 
 def _leaving(

@@ -7,11 +7,12 @@ arithmetic, in chunks that are counted from the start of the sample. Documents b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megalite.model.batch import LayerContext
 from megalite.parallel.context import ParallelContext
@@ -20,7 +21,7 @@ from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Sharding
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Segment, recurrence, step_once
+from megalite_kernels.recurrence import Kept, Segment, recurrence, step_once
 
 
 class RecurrentCache:
@@ -41,6 +42,22 @@ class RecurrentCache:
             self.state, self.tail = self.state[rows], self.tail[:, rows]
 
 
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer through a micro-batch.
+
+    Attributes:
+        cache: state of the layer in generation; None in training.
+        halos: tokens before each run of this rank's tokens; None: zeros.
+        kept: results of the recurrence, for a layer that is recomputed around it.
+    """
+
+    context: LayerContext
+    cache: RecurrentCache | None
+    halos: list[Tensor] | None = None
+    kept: Kept | None = None
+
+
 class RecurrentCore(nn.Module):
     """Convolution and recurrence of a layer, over the runs of tokens that this rank has of each sample."""
 
@@ -53,6 +70,7 @@ class RecurrentCore(nn.Module):
         taps: int,
         delta: bool,
         chunk: int,
+        recompute: bool = False,
     ) -> None:
         """Make the layer.
 
@@ -60,12 +78,13 @@ class RecurrentCore(nn.Module):
             weights: parts of the convolution, [heads, ..., taps] each, in the order of its channels.
             biases: those of its biases, [heads, ...]; none without biases.
             delta: see `recurrence`, as `chunk`.
+            recompute: compute all but the recurrence again in backward, from the projection.
         """
         super().__init__()
         self.weight = context.parameter(stacked([context.split(part, {0: "heads"}) for part in weights]))
         bias = [context.split(part, {0: "heads"}, columns=0) for part in biases]
         self.bias = context.parameter(stacked(bias)) if bias else None
-        self.taps, self.delta, self.chunk = taps, delta, chunk
+        self.taps, self.delta, self.chunk, self.recompute = taps, delta, chunk, recompute
         group = context.mesh.group("cp")
         self.over = group if group.size > 1 else None
 
@@ -74,14 +93,29 @@ class RecurrentCore(nn.Module):
         """The collectives of forward with the other context-parallel ranks."""
         return [] if self.over is None else list(INSIDE if self.taps > 1 else INSIDE[1:])
 
-    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
-        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
-        if cache is not None and context.cache is not None:
-            return self._convolve_further(input, cache, context.cache.real)
-        segments, halos = segments_of(context), None
+    def run(
+        self, mix: Callable[..., Tensor], mixed: Tensor, *others: Tensor, context: LayerContext, owner: nn.Module
+    ) -> Tensor:
+        """Return mix(mixed, *others, run), all of parts of the projection, with the run of this rank's tokens.
+
+        `mixed`, [tokens, batch, channels], is what is convolved. `owner`: the layer, whose cache is taken.
+        """
+        if context.cache is not None:
+            return mix(mixed, *others, Run(context, context.cache.of(owner, RecurrentCache)))
+        halos = None
         if self.over is not None and self.taps > 1:
-            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
-        return short_convolution(input, self.weight, self.bias, segments, halos)
+            halos = tokens_before(mixed, self.taps - 1, self.over, context.layout)
+        if not (self.recompute and torch.is_grad_enabled()):
+            return mix(mixed, *others, Run(context, None, halos))
+        run = Run(context, None, halos, Kept())
+        output: Tensor = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def convolve(self, input: Tensor, run: Run) -> Tensor:
+        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
+        if run.cache is not None and run.context.cache is not None:
+            return self._convolve_further(input, run.cache, run.context.cache.real)
+        return short_convolution(input, self.weight, self.bias, segments_of(run.context), run.halos)
 
     def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
         """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
@@ -98,17 +132,9 @@ class RecurrentCore(nn.Module):
             cache.tail = whole.gather(0, last.unsqueeze(-1).expand(*last.shape, input.shape[-1]))
         return output
 
-    def recur(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        step: Tensor,
-        context: LayerContext,
-        cache: RecurrentCache | None,
-    ) -> Tensor:
+    def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, run: Run) -> Tensor:
         """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
+        context, cache = run.context, run.cache
         if cache is not None and context.cache is not None:
             if (real := context.cache.real) is not None:
                 mask = real.t().unsqueeze(-1)
@@ -120,10 +146,14 @@ class RecurrentCore(nn.Module):
                 query, key, value, decay, step, delta=self.delta, chunk=self.chunk, state=cache.state
             )
             return output
-        segments = segments_of(context)
         scan = None if self.over is None else StateScan(self.over, context.layout)
         output, _ = recurrence(
-            query, key, value, decay, step, delta=self.delta, chunk=self.chunk, segments=segments, scan=scan
+            *(query, key, value, decay, step),
+            delta=self.delta,
+            chunk=self.chunk,
+            segments=segments_of(context),
+            scan=scan,
+            kept=run.kept,
         )
         return output
 
