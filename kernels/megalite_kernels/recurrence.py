@@ -20,7 +20,8 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from megalite_kernels.chunks import Chunks, Segment
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
-__all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -41,6 +42,21 @@ class Scan(Protocol):
 
     def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
+
+
+class _Found(NamedTuple):
+    """Output of a recurrence, the state after all chunks, and what backward needs besides the inputs."""
+
+    output: Tensor
+    last: Tensor
+    saved: list[Tensor]
+
+
+@dataclass
+class Kept:
+    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+
+    found: _Found | None = None
 
 
 def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
@@ -70,6 +86,7 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
 
@@ -83,13 +100,14 @@ def recurrence(
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
+        kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
     segments = [Segment(range(len(query)), None)] if segments is None else segments
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan)
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, kept)
     return output, last
 
 
@@ -224,6 +242,34 @@ class _FromZero:
         return part.chunks.cut(output)
 
 
+def _forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    segments: Sequence[Segment],
+    chunk: int,
+    delta: bool,
+    scan: Scan | None,
+) -> _Found:
+    """Run the recurrence of `_Recurrence`."""
+    _, key, value, _, _ = inputs
+    parts, heads = _parts(segments, inputs, chunk, delta), value.shape[1:3]
+    states = [part.new(key.shape[3], value.shape[3]) for part in parts]
+    last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
+    outputs, of_maps = [], []
+    if scan is None:
+        for part, own in zip(parts, states, strict=True):
+            output, last = part.run(own, last)
+            outputs.append(output)
+    else:
+        runs = [_FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+        maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+        entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+        outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+        last = advance(*runs[-1].map, entering[-1])
+        of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
+    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
+
+
 class _Recurrence(torch.autograd.Function):
     """Recurrence that saves its inputs and the state before each chunk; with a scan also what entering states reach."""
 
@@ -240,33 +286,24 @@ class _Recurrence(torch.autograd.Function):
         chunk: int,
         delta: bool,
         scan: Scan | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value, decay, step
-        parts, heads = _parts(segments, inputs, chunk, delta), value.shape[1:3]
-        states = [part.new(key.shape[3], value.shape[3]) for part in parts]
-        last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
-        outputs, of_maps = [], []
-        if scan is None:
-            for part, own in zip(parts, states, strict=True):
-                output, last = part.run(own, last)
-                outputs.append(output)
-        else:
-            runs = [_FromZero(part, own) for part, own in zip(parts, states, strict=True)]
-            maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
-            entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
-            outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
-            last = advance(*runs[-1].map, entering[-1])
-            of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
-        last = last.unflatten(0, heads)
-        ctx.save_for_backward(*inputs, *states, *of_maps)
+        found = None if kept is None else kept.found
+        if found is None:
+            found = _forward(inputs, state, segments, chunk, delta, scan)
+            if kept is not None:
+                kept.found = found
+        ctx.save_for_backward(*inputs, *found.saved)
         ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
-        ctx.mark_non_differentiable(last)
-        return _joined(outputs), last
+        ctx.mark_non_differentiable(found.last)
+        return found.output, found.last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        saved = ctx.saved_tensors  # once: a recomputed layer lets each go when it is read
+        inputs, rest = saved[:5], saved[5:]
         parts, heads = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
         states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
@@ -284,7 +321,7 @@ class _Recurrence(torch.autograd.Function):
         for i in reversed(range(count)):
             grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
             found.insert(0, grads)
-        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 5
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 6
 
 
 def _parts(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[_Part]:

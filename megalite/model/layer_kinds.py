@@ -118,7 +118,8 @@ def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recomp
         limits=(config.mamba_dt_min, config.mamba_dt_max),
         chunk=config.mamba_chunk_size,
     )
-    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes, recompute=recomputed)
 
 
 def make_gated_delta(
@@ -138,7 +139,8 @@ def make_gated_delta(
         strength=2.0 if config.linear_allow_neg_eigval else 1.0,
         chunk=config.linear_chunk_size,
     )
-    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes, recompute=recomputed)
 
 
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:

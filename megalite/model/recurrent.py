@@ -7,12 +7,13 @@ arithmetic, in chunks that are counted from the start of the sample. Documents b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megalite.model.batch import LayerContext
 from megalite.parallel import collectives
@@ -23,7 +24,7 @@ from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piec
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Segment, recurrence, step_once
+from megalite_kernels.recurrence import Kept, Segment, recurrence, step_once
 
 
 class RecurrentCache:
@@ -44,6 +45,22 @@ class RecurrentCache:
             self.state, self.tail = self.state[rows], self.tail[:, rows]
 
 
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer through a micro-batch.
+
+    Attributes:
+        cache: state of the layer in generation; None in training.
+        halos: tokens before each run of this rank's tokens; None: zeros.
+        kept: results of the recurrence, for a layer that is recomputed around it.
+    """
+
+    context: LayerContext
+    cache: RecurrentCache | None
+    halos: list[Tensor] | None = None
+    kept: Kept | None = None
+
+
 class RecurrentCore(nn.Module):
     """Convolution and recurrence of a layer, over the runs of tokens that this rank has of each sample."""
 
@@ -56,6 +73,7 @@ class RecurrentCore(nn.Module):
         taps: int,
         delta: bool,
         chunk: int,
+        recompute: bool = False,
     ) -> None:
         """Make the layer.
 
@@ -63,11 +81,12 @@ class RecurrentCore(nn.Module):
             weights: places of the convolution's weight, in the order of its channels; see `of_parts`.
             biases: those of its bias; none without one.
             delta: see `recurrence`, as `chunk`.
+            recompute: compute all but the recurrence again in backward, from the projection.
         """
         super().__init__()
         self.weights = nn.ParameterList(map(context.parameter, weights))
         self.biases = nn.ParameterList(map(context.parameter, biases))
-        self.taps, self.delta, self.chunk = taps, delta, chunk
+        self.taps, self.delta, self.chunk, self.recompute = taps, delta, chunk, recompute
         group = context.mesh.group("cp")
         self.over = group if group.size > 1 else None
 
@@ -83,14 +102,29 @@ class RecurrentCore(nn.Module):
             return weight[0], bias[0] if bias else None
         return torch.cat(weight), torch.cat(bias) if bias else None
 
-    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
-        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
-        if cache is not None and context.cache is not None:
-            return self._convolve_further(input, cache, context.cache.real)
-        segments, halos = segments_of(context), None
+    def run(
+        self, mix: Callable[..., Tensor], mixed: Tensor, *others: Tensor, context: LayerContext, owner: nn.Module
+    ) -> Tensor:
+        """Return mix(mixed, *others, run), all of parts of the projection, with the run of this rank's tokens.
+
+        `mixed`, [tokens, batch, channels], is what is convolved. `owner`: the layer, whose cache is taken.
+        """
+        if context.cache is not None:
+            return mix(mixed, *others, Run(context, context.cache.of(owner, RecurrentCache)))
+        halos = None
         if self.over is not None and self.taps > 1:
-            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
-        return short_convolution(input, *self._taps(), segments, halos)
+            halos = tokens_before(mixed, self.taps - 1, self.over, context.layout)
+        if not (self.recompute and torch.is_grad_enabled()):
+            return mix(mixed, *others, Run(context, None, halos))
+        run = Run(context, None, halos, Kept())
+        output: Tensor = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def convolve(self, input: Tensor, run: Run) -> Tensor:
+        """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
+        if run.cache is not None and run.context.cache is not None:
+            return self._convolve_further(input, run.cache, run.context.cache.real)
+        return short_convolution(input, *self._taps(), segments_of(run.context), run.halos)
 
     def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
         """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
@@ -107,17 +141,9 @@ class RecurrentCore(nn.Module):
             cache.tail = whole.gather(0, last.unsqueeze(-1).expand(*last.shape, input.shape[-1]))
         return output
 
-    def recur(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        step: Tensor,
-        context: LayerContext,
-        cache: RecurrentCache | None,
-    ) -> Tensor:
+    def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, run: Run) -> Tensor:
         """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
+        context, cache = run.context, run.cache
         if cache is not None and context.cache is not None:
             if (real := context.cache.real) is not None:
                 mask = real.t().unsqueeze(-1)
@@ -129,10 +155,14 @@ class RecurrentCore(nn.Module):
                 query, key, value, decay, step, delta=self.delta, chunk=self.chunk, state=cache.state
             )
             return output
-        segments = segments_of(context)
         scan = None if self.over is None else StateScan(self.over, context.layout)
         output, _ = recurrence(
-            query, key, value, decay, step, delta=self.delta, chunk=self.chunk, segments=segments, scan=scan
+            *(query, key, value, decay, step),
+            delta=self.delta,
+            chunk=self.chunk,
+            segments=segments_of(context),
+            scan=scan,
+            kept=run.kept,
         )
         return output
 
