@@ -29,6 +29,8 @@ class Keys:
 
     The caller reads them again to find what they cannot express.
     """
+    applies: Callable[[Json], bool] = lambda _: True
+    """Function that tells whether a config.json has a network for which the keys mean something."""
 
 
 def value_of(config: Json, name: str, default: Any = _REQUIRED) -> Any:

@@ -81,7 +81,7 @@ def _export(
     """Send the tensors of a Hugging Face model to a receiver. All ranks call it together."""
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
-        files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
+        files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes, family.halves), dtype, _device(mesh))
         kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
         config["torch_dtype"] = dtype_name(dtype or collected.dtype)
     _stream(files.fill, kinds, config, receiver, mesh)
