@@ -26,6 +26,7 @@ NOT_THE_FUNCTION = {
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
+    *("mamba_chunk_size", "linear_chunk_size"),
 }
 
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
@@ -108,6 +109,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
+    values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     if model.hybrid_layer_pattern is not None:
         values["hybrid_layer_pattern"] = pattern_of(model.layers)

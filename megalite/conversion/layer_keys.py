@@ -11,6 +11,7 @@ from megalite.config import ModelConfig
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.layer_specs import ATTENTION_LETTER, EXPERTS_LETTER, MAMBA_LETTER, pattern_of
 from megalite.conversion.config_keys import Json, Keys, key, layers_of, value_of
+from megalite.conversion.position_keys import rotary
 from megalite.errors import CheckpointError
 from megalite.model.mamba import NORM_EPSILON
 from megalite.small_files import shown
@@ -38,7 +39,9 @@ def letters_of_kinds(name: str, kinds: Any, letters: Mapping[str, str]) -> str:
         raise CheckpointError(f"{name} is {shown(kinds)}, it must be a list with the kind of each layer")
     unknown = sorted({shown(kind) for kind in kinds if not isinstance(kind, str) or kind not in letters})
     if unknown:
-        raise CheckpointError(f"{name} has {', '.join(unknown)[:200]}, which is unknown: {', '.join(letters)} are known")
+        raise CheckpointError(
+            f"{name} has {', '.join(unknown)[:200]}, which is unknown: {', '.join(letters)} are known"
+        )
     return "".join(letters[kind] for kind in kinds)
 
 
@@ -115,6 +118,21 @@ def bamba_layers() -> Keys:
 
     names = ("num_hidden_layers", "attn_layer_indices")
     return Keys(names, lambda config: pattern_fields(bamba_letters(config)), write)
+
+
+def half_rotary() -> Keys:
+    """Return the entry for rotary embeddings of Bamba, which rotate half of a head, whatever config.json says."""
+    entry = rotary(share="partial_rotary_factor", default_share=0.5)
+
+    def read(config: Json) -> dict[str, Any]:
+        fields = entry.read(config)
+        rotated, width = config.get("attn_rotary_emb"), config.get("head_dim")
+        whole = value_of(config, "hidden_size") // value_of(config, "num_attention_heads") if width is None else width
+        if fields["rotary_percent"] != 0.5 or rotated not in (None, whole // 2):
+            raise CheckpointError("partial_rotary_factor or attn_rotary_emb is not half of a head, as transformers has")
+        return fields
+
+    return replace(entry, names=(*entry.names, "attn_rotary_emb"), read=read)
 
 
 # ------------------------------------------------------------------------------------------------ Mamba-2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -185,12 +185,11 @@ def _file_tensors(
     return found
 
 
-def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
-    """Return the name of a logical tensor that a rule names in a layer; None if the layer has no such tensor."""
+def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str:
+    """Return the name of a logical tensor that a rule names in a layer, or of none if the layer has no such half."""
     kind = STATE if tensor.startswith(STATE) else ""
     local = tensor.removeprefix(STATE)
-    number = numbers.get(local.partition(".")[0])
-    return None if number is None else f"{kind}layers.{number}.{local}"
+    return f"{kind}layers.{numbers.get(local.partition('.')[0])}.{local}"
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str | None, values: Tensor) -> Tensor:
@@ -278,11 +277,13 @@ class ToFiles:
         mapping: Sequence[FileTensor],
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        precise: Container[str] = (),
     ) -> None:
         """Create the source.
 
         `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
-        state is never cast. `device`: device on which tensors are assembled; None: the CPU.
+        state is never cast. `device`: device on which tensors are assembled; None: the CPU. `precise`: logical tensors
+        that are not cast either.
         """
         self._logical, self._mapping, self._device = logical, {tensor.name: tensor for tensor in mapping}, device
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
@@ -291,7 +292,7 @@ class ToFiles:
             tensor.name: Kind(
                 tensor.shape,
                 dtype
-                if dtype is not None and not tensor.boxes[0][0].startswith(STATE)
+                if dtype is not None and not tensor.boxes[0][0].startswith(STATE) and tensor.boxes[0][0] not in precise
                 else widest(logical.tensors[name] for name, _, _ in tensor.boxes),
             )
             for tensor in mapping

@@ -14,7 +14,6 @@ from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
 from megalite.conversion.layer_keys import bamba_letters, nemotron_letters, only_with
 from megalite.conversion.mapping import DOWN, UP, MappedBox, Rule, axes_of, axis_lengths, linear, norm
-from megalite.conversion.position_keys import rotary
 from megalite.conversion.shared_rules import (
     OF_ALL,
     SIGMOID,
@@ -197,7 +196,7 @@ BAMBA = Family(
         tied(False),
         keys.grouped_queries(8),
         keys.head_width(),
-        rotary(share="partial_rotary_factor", default_share=0.5),
+        layer_keys.half_rotary(),
         *only_with(
             MAMBA_LETTER,
             bamba_letters,

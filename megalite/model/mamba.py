@@ -132,4 +132,3 @@ class Mamba(nn.Module):
         ones = torch.ones(gated.shape[-1], dtype=wide, device=y.device)
         normed = norm(gated, ones, None, NORM_EPSILON).flatten(-2)
         return (normed * self.norm_weight).to(y.dtype)
-
