@@ -96,7 +96,9 @@ class GatedDelta(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
         keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
-        mixed, gate, beta, alpha = self.input(hidden).split([2 * keys + values, values, self.heads, self.heads], dim=-1)
+        mixed, gate, beta, alpha = self.input(hidden).split(
+            [2 * keys + values, values, self.heads, self.heads], dim=-1
+        )
         query, key, value = self.core.convolve(mixed, context, cache).split([keys, keys, values], dim=-1)
         query, key = (each.unflatten(-1, (self.key_heads, sizes.key_width)) for each in (query, key))
         query, key = _of_length_one(query, sizes.key_width**-0.5), _of_length_one(key, 1.0)

@@ -132,3 +132,4 @@ class Mamba(nn.Module):
         ones = torch.ones(gated.shape[-1], dtype=wide, device=y.device)
         normed = norm(gated, ones, None, NORM_EPSILON).flatten(-2)
         return (normed * self.norm_weight).to(y.dtype)
+

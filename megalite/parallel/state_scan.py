@@ -102,7 +102,9 @@ class _TokensBefore(torch.autograd.Function):
         gathered = collectives.all_gather_async(ends[None], group).wait(message, ", ".join(map(str, group.ranks)))
         whole = torch.cat([input.new_zeros(count, *input.shape[1:]), _in_order(layout, gathered).flatten(0, 1)])
         # Row `number * kept + count` of `whole` is the first of the run's own: the rows before it are those before it.
-        return tuple(whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank])
+        return tuple(
+            whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank]
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
