@@ -67,6 +67,7 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    output_gate: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
@@ -101,6 +102,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.output_gate:
+                found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
         for layer in range(feed_forwards):
             mlp = f"layers.{layer}.mlp."
@@ -183,6 +186,8 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                if self.output_gate:
+                    found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.config.layer_specs import pattern_of
+from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
 from megalite.config.validate_model import model_problems
@@ -44,6 +44,8 @@ def model_config(path: AnyPath, config: Mapping[str, Any], own: ModelConfig | No
     if unknown:
         raise CheckpointError(f"{path} has a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite")
     model = saved_section(path, config, ModelConfig)
+    if model.hybrid_layer_pattern is not None:  # earlier versions saved the stages with it
+        model = replace(model, hybrid_layer_pattern=model.hybrid_layer_pattern.replace(NEXT_STAGE, ""))
     if problems := model_problems(model):
         raise CorruptCheckpointError("\n".join((f"{path} describes an impossible model:", *problems)))
     return model

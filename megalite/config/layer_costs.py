@@ -25,7 +25,8 @@ class LayerCost:
 
 
 def _attention_weights(model: ModelConfig) -> int:
-    return 2 * model.hidden_size * (model.num_attention_heads + model.kv_groups) * model.head_dim
+    of_heads = 3 if model.attention_output_gate else 2  # queries, perhaps gates, and the output layer
+    return model.hidden_size * (of_heads * model.num_attention_heads + 2 * model.kv_groups) * model.head_dim
 
 
 def _attention_products(model: ModelConfig, seen: float) -> float:

@@ -64,12 +64,11 @@ def count_of_pattern(pattern: str) -> int:
     return len(pattern) - pattern.count(NEXT_STAGE)
 
 
-def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+def specs_of_letters(pattern: str) -> list[LayerSpec]:
+    """Return the description of each letter of a pattern, which may be divided into stages.
 
     Raises:
-        ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
-            layers than there are windows: that of --num-layers.
+        ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
     """
     specs = []
     for place, letter in enumerate(pattern, start=1):
@@ -84,6 +83,17 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
         specs.append(LETTERS[letter])
     if not specs:
         raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    return specs
+
+
+def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+
+    Raises:
+        ConfigurationError: a letter has no layer, or there is another number of layers than of windows: that of
+            --num-layers.
+    """
+    specs = specs_of_letters(pattern)
     if len(specs) != len(windows):
         raise ConfigurationError(
             f"{PATTERN_FLAG} {shown(pattern)} has {len(specs)} layers, but --num-layers is {len(windows)}: leave "
@@ -93,13 +103,6 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
         replace(spec, keys_before=before) if spec.mixer == "attention" else spec
         for spec, before in zip(specs, windows, strict=True)
     )
-
-
-def stages_of_pattern(pattern: str | None) -> list[int] | None:
-    """Return the number of layers of each stage of a pattern; None if it does not divide them by |."""
-    if pattern is None or NEXT_STAGE not in pattern:
-        return None
-    return [len(stage) for stage in pattern.split(NEXT_STAGE)]
 
 
 def pattern_of(layers: Sequence[LayerSpec]) -> str:

@@ -18,7 +18,7 @@ from megalite.config.fields import (
     at_most,
 )
 from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
-from megalite.config.layer_specs import NEXT_STAGE, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_specs import LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 
 MOST_EXPERTS = 2**20
@@ -187,8 +187,8 @@ class ModelConfig:
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
     """Layers as letters, without num-layers: M Mamba-2, G gated delta net, * attention, - dense feed-forward, E
-    experts, each with its norm and its residual; | begins the next pipeline stage. Unset: every layer is attention and
-    a feed-forward layer."""
+    experts, each with its norm and its residual; | begins the next stage, as in pipeline-model-parallel-layout. Unset:
+    every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -219,6 +219,9 @@ class ModelConfig:
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
 
     @property
     def rotary(self) -> bool:
@@ -339,9 +342,3 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
         hybrid_layer_pattern=None,
     )
-
-
-def without_stages(model: ModelConfig) -> ModelConfig:
-    """Return the same network, whose pattern does not say where stages begin: for another number of ranks."""
-    pattern = model.hybrid_layer_pattern
-    return model if pattern is None else replace(model, hybrid_layer_pattern=pattern.replace(NEXT_STAGE, ""))

@@ -15,9 +15,10 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
-from megalite.config.layer_specs import count_of_pattern
+from megalite.config.layer_specs import NEXT_STAGE, count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
+from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -86,6 +87,10 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         sections[fields_by_name()[name].section][name] = value
     if (pattern := sections["model"].get("hybrid_layer_pattern")) is not None:
         sections["model"].setdefault("num_layers", max(count_of_pattern(pattern), 1))
+    if NEXT_STAGE in (fields.get("hybrid_layer_pattern") or ""):  # a flag, which overrides the stages of YAML
+        for name in STAGE_FIELDS:
+            if name not in fields:
+                sections["parallel"].pop(name, None)
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
     takes_saved = loading.loads_huggingface or loading.use_checkpoint_args or loading.use_checkpoint_opt_param_scheduler
@@ -106,6 +111,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
+    model, parallel = with_stages_of_pattern(config.model, config.parallel)
+    config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
         notes.append(Note("--reset-attention-mask", why))

@@ -34,6 +34,7 @@ from megalite.config.validate_model import (
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
@@ -450,7 +451,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if (pattern := model.hybrid_layer_pattern) is not None:
         if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
+            yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
         yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
@@ -460,6 +461,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    yield from uneven_recurrent_widths(model, tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:

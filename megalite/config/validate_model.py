@@ -150,12 +150,12 @@ def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     if model.num_experts is not None:
         widths |= {"expert width": model.expert_ffn_size}
         widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
-    widths |= uneven_recurrent_widths(model)
-    return [
+    uneven = [
         f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
         for what, width in widths.items()
         if ranks < 1 or width % ranks
     ]
+    return uneven if ranks < 1 else [*uneven, *uneven_recurrent_widths(model, ranks)]
 
 
 def expert_problems(model: ModelConfig) -> Iterator[str]:

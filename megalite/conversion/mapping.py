@@ -112,7 +112,7 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "hidden": model.hidden_size,
         "heads": heads,
         "groups": groups,
-        "heads_and_two": heads // groups + 2,
+        "of_group": heads // groups * (1 + model.attention_output_gate) + 2,
         "width": model.head_dim,
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,

@@ -25,7 +25,7 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
-    hidden_dropout attention_dropout normalization position_embedding_type"""
+    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate"""
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
-_SWITCHES_AND_COUNTS = """multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
+_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
 _CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section

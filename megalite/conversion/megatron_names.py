@@ -20,18 +20,21 @@ _GATE_UP = "(two ffn) hidden -> two ffn hidden", "(two ffn) -> two ffn"
 
 
 def _query_key_value(suffix: str = "") -> Rule:
-    """Return the rule of the fused matrix: per group its query heads, its key and its value."""
+    """Return the rule of the fused matrix: per group its query heads, their gates if any, its key and its value."""
 
     def pieces(model: ModelConfig) -> tuple[MappedBox, ...]:
         heads = model.num_attention_heads // model.kv_groups
-        queries = (
-            MappedBox(f"attention.query{suffix}", (group, slice(heads)), (group * heads,))
+        parts = ["query", "gate"] if model.attention_output_gate else ["query"]
+        of_heads = (
+            MappedBox(f"attention.{part}{suffix}", (group, slice(at * heads, (at + 1) * heads)), (group * heads,))
+            for at, part in enumerate(parts)
             for group in range(model.kv_groups)
         )
-        return (*queries, MappedBox(f"attention.key_value{suffix}", (slice(None), slice(heads, None))))
+        rest = slice(len(parts) * heads, None)
+        return (*of_heads, MappedBox(f"attention.key_value{suffix}", (slice(None), rest)))
 
     name, hidden = _ATTENTION + "linear_qkv.", "" if suffix else " hidden"
-    groups = "groups heads_and_two width"
+    groups = "groups of_group width"
     return Rule(f"{name}{'bias' if suffix else 'weight'}", f"({groups}){hidden} -> {groups}{hidden}", pieces)
 
 

@@ -90,6 +90,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None
     return Attention(
@@ -174,9 +175,7 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
 LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
     "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
-    "gated_delta": LayerKind(
-        make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"
-    ),
+    "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -32,9 +32,9 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
-MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4)}
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
 """Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
-DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
 """Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
@@ -115,6 +115,7 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    output_gate: bool = False  # of attention
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -306,8 +307,8 @@ def model_config(cell: Cell) -> ModelConfig:
     return ModelConfig(
         **expert_options(cell),
         num_layers=layers(cell),
-        hybrid_layer_pattern=cell.pattern,
         **recurrent_options(cell),
+        hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden_size=HIDDEN,
         num_attention_heads=heads,
         kv_channels=4,
@@ -334,6 +335,7 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        attention_output_gate=cell.output_gate,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -417,6 +419,7 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        output_gate=cell.output_gate,
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,

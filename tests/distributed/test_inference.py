@@ -27,6 +27,9 @@ CELLS = (
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
     Cell("llama", pattern="-**-*"),
+    Cell("llama", pattern="MG*-"),
+    Cell("gpt2", pattern="G-M*", recurrent="wide"),
+    Cell("gemma3", key_values="gqa", output_gate=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 

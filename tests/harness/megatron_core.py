@@ -130,6 +130,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        attention_output_gate=model.attention_output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=not (model.swiglu or model.squared_relu or model.exact_gelu),

@@ -57,7 +57,6 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
         ("moe_latent_size", 8),
         ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
-        ("attention_output_gate", True),
         ("softmax_type", "learnable"),
         ("no_rope_freq", 4),
         ("mtp_num_layers", 1),

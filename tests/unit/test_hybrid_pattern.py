@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from megalite.checkpoint.compatibility import check_same_function, function_of
-from megalite.config import ModelConfig
+from megalite.checkpoint.compatibility import check_same_function, function_of, model_config
+from megalite.config import ModelConfig, dump, load_yaml
 from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
 from megalite.config.model import as_gpt
 from megalite.config.parse import parse_arguments
@@ -37,16 +38,16 @@ PLAIN = ModelConfig(2, 16, 4, max_position_embeddings=8, vocab_size=30)
 
 
 def pattern(letters: str, **options: object) -> ModelConfig:
-    return replace(PLAIN, num_layers=len(letters.replace("|", "")), hybrid_layer_pattern=letters, **options)  # type: ignore[arg-type]
+    return replace(PLAIN, num_layers=len(letters), hybrid_layer_pattern=letters, **options)  # type: ignore[arg-type]
 
 
 def test_a_letter_is_one_half_of_a_block() -> None:
-    halves = [(layer.mixer, layer.feed_forward) for layer in pattern("*|-E", num_experts=2).layers]
+    halves = [(layer.mixer, layer.feed_forward) for layer in pattern("*-E", num_experts=2).layers]
     assert halves == [("attention", None), (None, "dense"), (None, "moe")]
 
 
 def test_the_number_of_layers_is_that_of_the_letters() -> None:
-    config = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "**|-*|"]).config
+    config = parse_arguments([*RUN.split(), "--pp", "3", "--hybrid-layer-pattern", "**|-*|"]).config
     assert (config.model.num_layers, pattern_of(config.model.layers)) == (4, "**-*")
     old = parse_arguments([*RUN.split(), "--hybrid-override-pattern=--", "--num-layers", "2"]).config
     assert pattern_of(old.model.layers) == "--"
@@ -55,31 +56,73 @@ def test_the_number_of_layers_is_that_of_the_letters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("letters", "ranks", "stages"),
+    ("letters", "ranks", "stages", "layout"),
     [
-        ("*-*-", 2, [2, 2]),
-        ("*|-*-", 2, [1, 3]),
-        ("*|-||*-", 2, [1, 1, 0, 2]),
-        ("|*-", 2, [0, 2]),
+        ("*-*-", 2, [2, 2], None),
+        ("*|-*-", 2, [1, 3], "Et|tttL"),
+        ("*|-||*-", 2, [1, 1, 0, 2], "Et|t||ttL"),
+        ("|*-", 2, [0, 2], "E|ttL"),
+        ("*--|||", 2, [3, 0, 0, 0], "Ettt|||L"),
     ],
 )
-def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]) -> None:
+def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int], layout: str | None) -> None:
     flags = [*RUN.split(), "--pp", str(ranks), "--hybrid-layer-pattern", letters]
     config = resolve(parse_arguments(flags).config, ranks)
     assert [stage.layers for stage in stage_layers(config.model, config.parallel)] == stages
+    assert config.parallel.pipeline_model_parallel_layout == layout
+    assert config.model.hybrid_layer_pattern == letters.replace("|", "")
+    assert load_yaml(dump(config)) == config
+
+
+def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
+    """Those of a configuration or a checkpoint of before, and those of flags over a file."""
+    flags = [*RUN.split(), "--pp", "2"]
+    config = parse_arguments([*flags, "--hybrid-layer-pattern", "*-|*-"]).config
+    (tmp_path / "run.yaml").write_text(dump(config))
+    over = ["--config", str(tmp_path / "run.yaml"), "--hybrid-layer-pattern"]
+    assert parse_arguments([*over, "*|-*-"]).config.parallel.pipeline_model_parallel_layout == "Et|tttL"
+    assert parse_arguments([*over, "**--"]).config.parallel == config.parallel
+    before = dump(config).replace("'*-*-'", "'*-|*-'").replace("Ett|ttL", "null")
+    (tmp_path / "run.yaml").write_text(before)
+    assert parse_arguments(over[:2]).config == config
+    saved = {"model": asdict(replace(config.model, hybrid_layer_pattern="*-|*-"))}
+    assert model_config(tmp_path, saved) == config.model
 
 
 @pytest.mark.parametrize(
     ("letters", "flags", "problem"),
     [
-        ("*M-", "", "'*M-': 'M', character 2, is a Mamba-2 layer, which megalite does not have yet"),
-        ("G", "", "'G', character 1, is a gated delta net, which"),
+        ("*M-", "--mamba-num-heads 3", "--mamba-num-heads 3 is not a multiple of --mamba-num-groups 8"),
+        (
+            "*M-",
+            "--mamba-head-dim 2 --mamba-num-groups 3",
+            "16 (2 x --hidden-size / --mamba-head-dim 2) is not a",
+        ),
+        (
+            "*M-",
+            "--mamba-head-dim 7",
+            "twice --hidden-size 16 is not a multiple of --mamba-head-dim 7: give --mamba",
+        ),
+        (
+            "M",
+            "--mamba-num-heads 8 --mamba-dt-min 2 --mamba-dt-max 1",
+            "--mamba-dt-max 1.0 is less than --mamba-dt",
+        ),
+        ("M", "--mamba-num-heads 9 --mamba-num-groups 3 --tp 2", "2 does not divide the Mamba-2 heads, 9"),
+        (
+            "M",
+            "--mamba-num-heads 6 --mamba-num-groups 3 --tp 2",
+            "multiple of --mamba-num-groups 3: ranks cannot",
+        ),
+        ("G", "--linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads"),
+        ("*", "--mamba-state-dim 64", "--mamba-state-dim needs a Mamba-2 layer, M in --hybrid-layer-pattern"),
+        ("M", "--mamba-num-heads 8 --linear-key-head-dim 64", "--linear-key-head-dim needs a gated delta net, G in"),
         ("K", "", "'K', character 1, is Kimi delta attention, which"),
         ("L", "", "'L', character 1, is a short convolution, which"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        ("* -", "", "' ', character 2, is unknown; there are * attention, - dense feed-forward, E experts, | next"),
+        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, -"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
@@ -94,7 +137,7 @@ def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
         ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
-        ("--", "--cp 2 --seq-length 8", "--context-parallel-size needs attention (*) in --hybrid-layer-pattern"),
+        ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
     ],
 )
 def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) -> None:
@@ -125,7 +168,7 @@ def test_initial_weights_are_those_of_the_rule() -> None:
 
 
 def test_a_pattern_of_blocks_is_a_gpt() -> None:
-    assert as_gpt(pattern("*|-*-")) == PLAIN
+    assert as_gpt(pattern("*-*-")) == PLAIN
     experts = {"num_experts": 4, "window_size": "3,0"}
     gpt = as_gpt(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
     same = replace(PLAIN, **experts, moe_layer_freq="[0,1]", window_attn_skip_freq="[1,0]")  # type: ignore[arg-type]
@@ -141,15 +184,13 @@ def test_a_pattern_of_blocks_is_a_gpt() -> None:
 
 
 def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
-    for letters in ("*-*-", "*|-*|-", "**--", "-*-*"):
+    for letters in ("*-*-", "**--", "-*-*"):
         check_same_function("it", PLAIN, pattern(letters))
-    for letters in ("*-*-", "*|-*|-"):
-        check_same_function("it", pattern(letters), PLAIN)
-        check_same_function("it", pattern(letters), pattern("**--"))  # it is that of a GPT
+    check_same_function("it", pattern("*-*-"), PLAIN)
+    check_same_function("it", pattern("*-*-"), pattern("**--"))  # it is that of a GPT
     for letters in ("**--", "-*-*"):
         with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
             check_same_function("it", pattern(letters), PLAIN)
-    check_same_function("it", pattern("*|*--"), pattern("**-|-"))
     for one, other in (("**--", "-*-*"), ("**--", "*-*-"), ("*-", "*-*")):
         with pytest.raises(CheckpointError, match="hybrid_layer_pattern"):
             check_same_function("it", pattern(one), pattern(other))

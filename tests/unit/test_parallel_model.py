@@ -104,6 +104,10 @@ CONFIGS = {
     ),
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "gpt2, gated output": replace(GPT2, attention_output_gate=True),
+    "llama, groups and a gated output": replace(
+        LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True, attention_output_gate=True
+    ),
     "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
     "gpt2, geglu": replace(GPT2, geglu=True),
     "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
