@@ -141,7 +141,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mamba_num_heads": 6,
             "mamba_head_dim": 4,
             "ssm_state_size": 5,
-            "n_groups": 3,
+            "n_groups": 2,
             "conv_kernel": 3,
         },
     ),

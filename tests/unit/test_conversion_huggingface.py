@@ -34,6 +34,7 @@ from megalite.conversion.huggingface_files import HuggingFaceFiles
 from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
+from megalite.conversion.recurrent_families import BAMBA
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
@@ -693,8 +694,9 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
-    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
-        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.25"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.25))
+    assert choose(FAMILIES, replace(llama, rotary_percent=0.5))[0] is BAMBA  # without a Mamba-2 layer
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --rotary-interleaved True"):
         choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
