@@ -9,7 +9,9 @@ from dataclasses import replace
 
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
+from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
+from megalite.conversion.mamba_families import BAMBA, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
     rotary,
@@ -18,7 +20,6 @@ from megalite.conversion.position_keys import (
     window_from_layer,
     window_pattern,
 )
-from megalite.conversion.recurrent_families import BAMBA, NEMOTRON_H
 from megalite.conversion.shared_rules import (
     MLP,
     OF_ALL,
@@ -293,7 +294,7 @@ GPT2 = Family(
         table("transformer.wpe.weight", "positions", "embedding.position"),
         *ends("transformer.wte.weight", "transformer.ln_f", "lm_head.weight"),
     ),
-    prefix="transformer.",
+    prefixes={"": "transformer."},
     buffers=r".*\.attn\.(bias|masked_bias)",
 )
 
@@ -322,7 +323,7 @@ GPT_NEOX = Family(
         *norm("gpt_neox.layers.{layer}.post_attention_layernorm", "mlp_norm"),
         *ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
     ),
-    prefix="gpt_neox.",
+    prefixes={"": "gpt_neox."},
     renamed={"lm_head.weight": "embed_out.weight"},
     head="embed_out.weight",
     buffers=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
@@ -331,7 +332,7 @@ GPT_NEOX = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA),
+    *(NEMOTRON_H, BAMBA, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 

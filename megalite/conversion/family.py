@@ -42,8 +42,8 @@ class Family:
     rules: tuple[Rule, ...]
     fused: tuple[Rule, ...] = ()
     """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
-    prefix: str = "model."
-    """Prefix of tensor names, which some files leave out."""
+    prefixes: Mapping[str, str] = field(default_factory=lambda: {"": "model."})
+    """Prefixes of tensor names in some files, each with that in the table; such as none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Tensor names that some files have, with the names in the table."""
     head: str = "lm_head.weight"

@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.layer_specs import ATTENTION_LETTER, EXPERTS_LETTER, MAMBA_LETTER, pattern_of
+from megalite.config.layer_specs import ATTENTION_LETTER, DELTA_LETTER, EXPERTS_LETTER, MAMBA_LETTER, pattern_of
 from megalite.conversion.config_keys import Json, Keys, key, layers_of, value_of
 from megalite.conversion.position_keys import rotary
 from megalite.errors import CheckpointError
@@ -118,6 +118,57 @@ def bamba_layers() -> Keys:
 
     names = ("num_hidden_layers", "attn_layer_indices")
     return Keys(names, lambda config: pattern_fields(bamba_letters(config)), write)
+
+
+_QWEN = {"linear_attention": DELTA_LETTER, **_ATTENTION_KINDS}
+
+
+def qwen_letters(config: Json, *, experts: Callable[[Json], list[bool]]) -> str:
+    """Return the pattern of a Qwen model with gated delta nets. `experts`: tells which layers have experts."""
+    layers, kinds = layers_of(config), config.get("layer_types")
+    if kinds is None:
+        interval = value_of(config, "full_attention_interval", 4)
+        if type(interval) is not int or interval < 1:
+            raise CheckpointError(f"full_attention_interval is {shown(interval)}, it must be a whole number above 0")
+        mixers = "".join(DELTA_LETTER if (layer + 1) % interval else ATTENTION_LETTER for layer in range(layers))
+    else:
+        mixers = letters_of_kinds("layer_types", kinds, _QWEN)
+    if len(mixers) != layers:
+        raise CheckpointError(f"layer_types has {len(mixers)} entries for {layers} layers")
+    feed_forwards = (EXPERTS_LETTER if sparse else "-" for sparse in experts(config))
+    return "".join(letter for pair in zip(mixers, feed_forwards, strict=True) for letter in pair)
+
+
+def qwen_layers(letters: Letters, *by_step: str) -> Keys:
+    """Return the entry for the layers of such a model. `by_step`: further keys that say which layers have experts."""
+    kinds = {letter: kind for kind, letter in _QWEN.items()}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        mixers = mixers_of(model)
+        written = {
+            "num_hidden_layers": len(mixers),
+            "layer_types": [kinds.get(letter, "neither") for letter in mixers],
+        }
+        if by_step:
+            pattern = [letter for letter in pattern_of(model.layers) if letter in f"-{EXPERTS_LETTER}"]
+            dense = [layer for layer, letter in enumerate(pattern) if letter == "-"]
+            written |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return written
+
+    names = ("num_hidden_layers", "layer_types", "full_attention_interval", *by_step)
+    return Keys(names, lambda config: pattern_fields(letters(config)), write)
+
+
+def rotary_of_text() -> Keys:
+    """Return the entry for rotary embeddings of Qwen3.5, whose sections for images are alike for text."""
+    entry = rotary(share="partial_rotary_factor", default_share=0.25)
+
+    def read(config: Json) -> dict[str, Any]:
+        given = config.get("rope_parameters") or {}
+        of_text = {name: value for name, value in given.items() if name not in ("mrope_section", "mrope_interleaved")}
+        return entry.read({**config, "rope_parameters": of_text})
+
+    return replace(entry, read=read)
 
 
 def half_rotary() -> Keys:

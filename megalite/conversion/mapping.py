@@ -132,8 +132,8 @@ def file_tensors(
 ) -> list[FileTensor]:
     """Return the tensors of a model's files, by the rules of its family.
 
-    `logical`: shapes of the model's logical tensors, by name. `halves`: number of halves of a layer of the files. Raises
-    CheckpointError if the rules do not store each element of a logical tensor exactly once.
+    `logical`: shapes of the model's logical tensors, by name. `halves`: number of halves of a layer of the files.
+    Raises CheckpointError if the rules do not store each element of a logical tensor exactly once.
     """
     found = []
     layers = numbers_by_layer(model, halves)

@@ -20,11 +20,11 @@ WIDTHS = (
     key("vocab_size", "vocab_size"),
     key("hidden_size", "hidden_size"),
     key("num_attention_heads", "num_attention_heads"),
-    key("intermediate_size", "ffn_hidden_size", written="ffn_size"),
     key("max_position_embeddings", "max_position_embeddings"),
     key("initializer_range", "init_method_std", 0.02),
 )
-SIZES = (key("num_hidden_layers", "num_layers"), *WIDTHS)
+FFN = key("intermediate_size", "ffn_hidden_size", written="ffn_size")
+SIZES = (key("num_hidden_layers", "num_layers"), FFN, *WIDTHS)
 RMS_NORM = {"normalization": "RMSNorm", "hidden_dropout": 0.0}
 WITHOUT_BIASES = RMS_NORM | {"add_bias_linear": False}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}

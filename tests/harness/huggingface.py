@@ -38,6 +38,13 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
@@ -156,6 +163,29 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_limit": (0.3, 1.2),
         },
     ),
+    "qwen3-next": (
+        transformers.Qwen3NextConfig,
+        _DELTA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, _DELTA | {"linear_num_value_heads": 2, "full_attention_interval": 2}),
+    "qwen3.5-moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        _DELTA
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -212,7 +242,7 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
     The last norm is small, so that logits are about 1.
     """
-    around_one = "gemma" in config.model_type
+    around_one = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

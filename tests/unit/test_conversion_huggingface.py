@@ -31,10 +31,10 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.mamba_families import BAMBA
 from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
-from megalite.conversion.recurrent_families import BAMBA
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
