@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite_kernels.channel_decay import prepare as prepare_by_channel
 from megalite_kernels.chunks import Chunks, Segment
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
@@ -93,10 +94,11 @@ def recurrence(
     Args:
         query, key: [tokens, batch, key heads, key width]. Consecutive heads share a key head.
         value: [tokens, batch, heads, value width].
-        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider.
+        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider. With the delta rule
+            and as many key heads as heads, also of each of its rows, [tokens, batch, heads, key width].
         step: [tokens, batch, heads], in fp32 or wider.
         delta: take the delta rule.
-        chunk: tokens in a chunk.
+        chunk: tokens in a chunk; with a decay of each row a power of two.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
@@ -128,7 +130,8 @@ def step_once(
         each[0].to(state.dtype).repeat_interleave(shared, dim=1).unsqueeze(2) for each in (query, key)
     )
     added = value[0].to(state.dtype).unsqueeze(2)
-    state = state * decay[0].to(state.dtype).exp()[..., None, None]
+    kept = decay[0].to(state.dtype).exp().unsqueeze(-1)
+    state = state * (kept if decay.dim() == 4 else kept.unsqueeze(-1))
     if delta:
         added = added - wide_key @ state
     state = state + wide_key.mT * (added * step[0].to(state.dtype)[..., None, None])
@@ -167,6 +170,8 @@ class _Part:
     def prepare(self, block: slice) -> Block:
         """Compute what of these chunks does not depend on states."""
         inputs = Inputs(*(self.split(block, each) for each in self.inputs))
+        if self.inputs.decay.dim() == 4:
+            return prepare_by_channel(inputs, self.chunks.documents(block), self.inputs.value.shape[1])
         return prepare(inputs, self.chunks.documents(block), self.inputs.value.shape[1], self._delta)
 
     def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

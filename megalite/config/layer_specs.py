@@ -15,10 +15,10 @@ from typing import Literal
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-Mixer = Literal["attention", "mamba", "gated_delta"]
+Mixer = Literal["attention", "mamba", "gated_delta", "short_convolution", "kimi_delta"]
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
-MAMBA_LETTER, DELTA_LETTER = "M", "G"
+MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
 
 
@@ -48,13 +48,13 @@ class LayerSpec:
 LETTERS: Mapping[str, LayerSpec] = {
     MAMBA_LETTER: LayerSpec("mamba", None),
     DELTA_LETTER: LayerSpec("gated_delta", None),
+    KIMI_LETTER: LayerSpec("kimi_delta", None),
+    CONVOLUTION_LETTER: LayerSpec("short_convolution", None),
     ATTENTION_LETTER: LayerSpec("attention", None),
     "-": LayerSpec(None, "dense"),
     EXPERTS_LETTER: LayerSpec(None, "moe"),
 }
 _LATER = {
-    "K": "Kimi delta attention",
-    "L": "a short convolution",
     "+": "multi-head latent attention",
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
@@ -77,7 +77,10 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
         if letter == NEXT_STAGE:
             continue
         if letter not in LETTERS:
-            known = "M Mamba-2, G gated delta net, * attention, - dense feed-forward, E experts, | next stage"
+            known = (
+                "M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution, * attention, - dense "
+                "feed-forward, E experts, | next stage"
+            )
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
                 f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"
