@@ -20,7 +20,8 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from megalite_kernels.chunks import Segment
 from megalite_kernels.recurrence_segment import FromZero, advance, parts_of, retreat
 
-__all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -40,6 +41,21 @@ class Scan(Protocol):
 
     def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
+
+
+class _Found(NamedTuple):
+    """Output of a recurrence, the state after all chunks, and what backward needs besides the inputs."""
+
+    output: Tensor
+    last: Tensor
+    saved: list[Tensor]
+
+
+@dataclass
+class Kept:
+    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+
+    found: _Found | None = None
 
 
 def recurrence(
@@ -54,6 +70,7 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
 
@@ -68,13 +85,14 @@ def recurrence(
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
+        kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
     segments = [Segment(range(len(query)), None)] if segments is None else segments
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan)
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, kept)
     return output, last
 
 
@@ -103,6 +121,34 @@ def step_once(
     return (wide_query @ state).squeeze(2).unsqueeze(0).to(value.dtype), state
 
 
+def _forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    segments: Sequence[Segment],
+    chunk: int,
+    delta: bool,
+    scan: Scan | None,
+) -> _Found:
+    """Compute the segments one after another, or with a scan all from zero before the first state enters."""
+    _, key, value, _, _ = inputs
+    parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
+    states = [part.new(key.shape[3], value.shape[3]) for part in parts]
+    last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
+    outputs, of_maps = [], []
+    if scan is None:
+        for part, own in zip(parts, states, strict=True):
+            output, last = part.run(own, last)
+            outputs.append(output)
+    else:
+        runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+        maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+        entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+        outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+        last = advance(*runs[-1].map, entering[-1])
+        of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
+    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
+
+
 class _Recurrence(torch.autograd.Function):
     """Recurrence that saves its inputs and the state before each chunk; with a scan also the reach of a state."""
 
@@ -119,35 +165,25 @@ class _Recurrence(torch.autograd.Function):
         chunk: int,
         delta: bool,
         scan: Scan | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the segments one after another, or with a scan all from zero before the first state enters."""
+        """Run the recurrence, or take what is kept of it."""
         inputs = query, key, value, decay, step
-        parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
-        states = [part.new(key.shape[3], value.shape[3]) for part in parts]
-        last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
-        outputs, of_maps = [], []
-        if scan is None:
-            for part, own in zip(parts, states, strict=True):
-                output, last = part.run(own, last)
-                outputs.append(output)
-        else:
-            runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
-            maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
-            entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
-            outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
-            last = advance(*runs[-1].map, entering[-1])
-            of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
-        last = last.unflatten(0, heads)
-        ctx.save_for_backward(*inputs, *states, *of_maps)
+        found = None if kept is None else kept.found
+        if found is None:
+            found = _forward(inputs, state, segments, chunk, delta, scan)
+            if kept is not None:
+                kept.found = found
+        ctx.save_for_backward(*inputs, *found.saved)
         ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
-        ctx.mark_non_differentiable(last)
-        return _joined(outputs), last
+        ctx.mark_non_differentiable(found.last)
+        return found.output, found.last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through the segments, from the last one to the first."""
-        saved = ctx.saved_tensors  # a layer that is computed again unpacks them no second time
+        saved = ctx.saved_tensors  # once: a recomputed layer lets each go when it is read
         inputs, rest = saved[:5], saved[5:]
         parts, heads = parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
@@ -166,7 +202,7 @@ class _Recurrence(torch.autograd.Function):
         for i in reversed(range(count)):
             grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
             found.insert(0, grads)
-        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 5
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 6
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

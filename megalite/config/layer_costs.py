@@ -60,7 +60,7 @@ def _mamba_weights(model: ModelConfig) -> int:
 
 
 def _mamba_products(model: ModelConfig, seen: float) -> float:
-    """Within a chunk, a token meets half of it on average; between chunks, each state twice."""
+    """Sum up: within a chunk, a token meets half of it on average; between chunks, each state twice."""
     heads, width, state = model.mamba_heads, model.mamba_head_dim, model.mamba_state_dim
     shared = model.mamba_num_groups * state
     met = min(model.mamba_chunk_size / 2, seen)
@@ -75,12 +75,13 @@ def _delta_weights(model: ModelConfig) -> int:
 
 
 def _delta_products(model: ModelConfig, seen: float) -> float:
-    """As for Mamba-2. Within a chunk there are also the products of keys with keys, and the solution of a triangle."""
+    """Sum as for Mamba-2, with products of keys with keys, of each head of keys, and the solution of a triangle."""
     heads, key, value = model.linear_num_value_heads, model.linear_key_head_dim, model.linear_value_head_dim
     met = min(model.linear_chunk_size / 2, seen)
-    channels = 2 * model.linear_num_key_heads * key + heads * value
-    within = met * heads * (3 * key + 2 * value)
-    return _delta_weights(model) + model.linear_conv_kernel_dim * channels + within + 3 * heads * key * value
+    shared = model.linear_num_key_heads * key
+    convolution = model.linear_conv_kernel_dim * (2 * shared + heads * value)
+    within = met * (2 * shared + heads * (key + 2 * value))
+    return _delta_weights(model) + convolution + within + 3 * heads * key * value
 
 
 def _kimi_weights(model: ModelConfig) -> int:

@@ -22,8 +22,8 @@ from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
 from megalite.model.recurrent import (
     LogOfUniform,
-    RecurrentCache,
     RecurrentCore,
+    Run,
     StepBias,
     by_heads,
     of_heads,
@@ -62,7 +62,7 @@ class KimiDeltaSizes:
 class KimiDelta(nn.Module):
     """Kimi delta attention. Input and output are [sequence (/ size under sequence parallelism), batch, hidden]."""
 
-    def __init__(self, context: ParallelContext, name: str, sizes: KimiDeltaSizes) -> None:
+    def __init__(self, context: ParallelContext, name: str, sizes: KimiDeltaSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.sizes, self.heads = sizes, sizes.heads // context.group("heads").size
         heads, width, taps, draw = sizes.heads, sizes.width, sizes.taps, Normal(sizes.std)
@@ -87,7 +87,7 @@ class KimiDelta(nn.Module):
         shape = (heads, width, taps)
         convolved = [LogicalTensor(f"{name}.conv_{part}", shape, taps_of(shape, taps), True) for part in parts]
         places = by_heads(context, convolved)
-        self.core = RecurrentCore(context, [places], [], taps=taps, delta=True, chunk=sizes.chunk)
+        self.core = RecurrentCore(context, [places], [], taps=taps, delta=True, chunk=sizes.chunk, recompute=recompute)
 
         def vector(tensor: LogicalTensor) -> nn.Parameter:
             return context.parameter(context.split(tensor, {0: "heads"}, columns=0))
@@ -103,19 +103,20 @@ class KimiDelta(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Mix the tokens of hidden states."""
-        sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
-        heads = (self.heads, sizes.width)
-        mixed, beta = self.input(hidden).split([3 * self.heads * sizes.width, self.heads], dim=-1)
-        of_decay, of_gate = F.linear(hidden, self.first).split(sizes.width, dim=-1)
-        mixed = self.core.convolve(mixed, context, cache)
-        query, key, value = (each.unflatten(-1, heads) for each in mixed.chunk(3, dim=-1))
-        query, key = of_length_one(query, sizes.width**-0.5), of_length_one(key, 1.0)
-        wide = self.dt_bias.dtype
-        decay = self._decay((self.decay(of_decay).to(wide) + self.dt_bias).unflatten(-1, heads))
-        output = self.norm(self.core.recur(query, key, value, decay, beta.to(wide).sigmoid(), context, cache))
-        gate = self.gate(of_gate).unflatten(-1, heads).to(wide).sigmoid()
-        return self.output((output.to(wide) * gate).to(output.dtype).flatten(-2))
+        mixed, beta = self.input(hidden).split([3 * self.heads * self.sizes.width, self.heads], dim=-1)
+        of_decay, of_gate = F.linear(hidden, self.first).split(self.sizes.width, dim=-1)
+        others = beta, self.decay(of_decay), self.gate(of_gate)
+        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self))
+
+    def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, gate: Tensor, run: Run) -> Tensor:
+        """Return the input of the output layer from the parts of the projections."""
+        width, wide, heads = self.sizes.width, self.dt_bias.dtype, (self.heads, self.sizes.width)
+        query, key, value = (each.unflatten(-1, heads) for each in self.core.convolve(mixed, run).chunk(3, dim=-1))
+        query, key = of_length_one(query, width**-0.5), of_length_one(key, 1.0)
+        decay = self._decay((decay.to(wide) + self.dt_bias).unflatten(-1, heads))
+        output = self.norm(self.core.recur(query, key, value, decay, beta.to(wide).sigmoid(), run))
+        gated = output.to(wide) * gate.unflatten(-1, heads).to(wide).sigmoid()
+        return gated.to(output.dtype).flatten(-2)
 
     def _decay(self, raw: Tensor) -> Tensor:
         """Return the logarithm of the decay, [tokens, batch, heads, width]."""

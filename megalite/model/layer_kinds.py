@@ -120,7 +120,8 @@ def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recomp
         limits=(config.mamba_dt_min, config.mamba_dt_max),
         chunk=config.mamba_chunk_size,
     )
-    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes, recompute=recomputed)
 
 
 def make_gated_delta(
@@ -140,7 +141,8 @@ def make_gated_delta(
         strength=2.0 if config.linear_allow_neg_eigval else 1.0,
         chunk=config.linear_chunk_size,
     )
-    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes, recompute=recomputed)
 
 
 def make_kimi_delta(
@@ -158,7 +160,8 @@ def make_kimi_delta(
         bound=config.kda_lower_bound,
         chunk=config.kda_chunk_size,
     )
-    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes, recompute=recomputed)
 
 
 def make_short_convolution(

@@ -7,12 +7,13 @@ arithmetic, in chunks that are counted from the start of the sample. Documents b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megalite.model.batch import LayerContext
 from megalite.parallel import collectives
@@ -23,7 +24,7 @@ from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piec
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Segment, recurrence, step_once
+from megalite_kernels.recurrence import Kept, Segment, recurrence, step_once
 
 LENGTH_EPSILON = 1e-6
 """Number added to the squared length of queries and keys of a delta rule."""
@@ -47,6 +48,22 @@ class RecurrentCache:
             self.state = self.state[rows]
         if self.tail is not None:
             self.tail = self.tail[:, rows]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a layer through a micro-batch.
+
+    Attributes:
+        cache: state of the layer in generation; None in training.
+        halos: tokens before each run of this rank's tokens; None: zeros.
+        kept: results of the recurrence, for a layer that is recomputed around it.
+    """
+
+    context: LayerContext
+    cache: RecurrentCache | None
+    halos: list[Tensor] | None = None
+    kept: Kept | None = None
 
 
 class Convolution(nn.Module):
@@ -87,14 +104,19 @@ class Convolution(nn.Module):
             return weight[0], bias[0] if bias else None
         return torch.cat(weight), torch.cat(bias) if bias else None
 
-    def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
+    def begin(self, input: Tensor, context: LayerContext, owner: nn.Module) -> Run:
+        """Return the run of this rank's tokens, [tokens, batch, channels]. `owner`: the layer, whose cache is taken."""
+        if context.cache is not None:
+            return Run(context, context.cache.of(owner, RecurrentCache))
+        if self.over is None or self.taps == 1:
+            return Run(context, None)
+        return Run(context, None, tokens_before(input, self.taps - 1, self.over, context.layout))
+
+    def convolve(self, input: Tensor, run: Run) -> Tensor:
         """Apply the convolution to this rank's tokens [tokens, batch, channels]."""
-        if cache is not None and context.cache is not None:
-            return self._convolve_further(input, cache, context.cache.real)
-        segments, halos = segments_of(context), None
-        if self.over is not None and self.taps > 1:
-            halos = tokens_before(input, self.taps - 1, self.over, context.layout)
-        return short_convolution(input, *self._taps(), segments, halos, silu=self.silu)
+        if run.cache is not None and run.context.cache is not None:
+            return self._convolve_further(input, run.cache, run.context.cache.real)
+        return short_convolution(input, *self._taps(), segments_of(run.context), run.halos, silu=self.silu)
 
     def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
         """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
@@ -124,32 +146,40 @@ class RecurrentCore(Convolution):
         taps: int,
         delta: bool,
         chunk: int,
+        recompute: bool = False,
     ) -> None:
         """Make the layer.
 
         Args:
             weights, biases, taps: see `Convolution`.
             delta, chunk: see `recurrence`.
+            recompute: compute all but the recurrence again in backward, from the projection.
         """
         super().__init__(context, weights, biases, taps=taps, silu=True)
-        self.delta, self.chunk = delta, chunk
+        self.delta, self.chunk, self.recompute = delta, chunk, recompute
 
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
         return [] if self.over is None else [*super().inside, INSIDE[1]]
 
-    def recur(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        decay: Tensor,
-        step: Tensor,
-        context: LayerContext,
-        cache: RecurrentCache | None,
+    def run(
+        self, mix: Callable[..., Tensor], mixed: Tensor, *others: Tensor, context: LayerContext, owner: nn.Module
     ) -> Tensor:
+        """Return mix(mixed, *others, run), all of parts of the projection, with the run of this rank's tokens.
+
+        `mixed`, [tokens, batch, channels], is what is convolved. `owner`: the layer, whose cache is taken.
+        """
+        run = self.begin(mixed, context, owner)
+        if run.cache is not None or not (self.recompute and torch.is_grad_enabled()):
+            return mix(mixed, *others, run)
+        run = replace(run, kept=Kept())
+        output: Tensor = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, run: Run) -> Tensor:
         """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
+        context, cache = run.context, run.cache
         if cache is not None and context.cache is not None:
             if (real := context.cache.real) is not None:
                 decay, step = (
@@ -163,10 +193,14 @@ class RecurrentCore(Convolution):
                 query, key, value, decay, step, delta=self.delta, chunk=self.chunk, state=cache.state
             )
             return output
-        segments = segments_of(context)
         scan = None if self.over is None else StateScan(self.over, context.layout)
         output, _ = recurrence(
-            query, key, value, decay, step, delta=self.delta, chunk=self.chunk, segments=segments, scan=scan
+            *(query, key, value, decay, step),
+            delta=self.delta,
+            chunk=self.chunk,
+            segments=segments_of(context),
+            scan=scan,
+            kept=run.kept,
         )
         return output
 

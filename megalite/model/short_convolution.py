@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
-from megalite.model.recurrent import Convolution, RecurrentCache, by_heads, taps_of
+from megalite.model.recurrent import Convolution, by_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
@@ -72,6 +72,6 @@ class ShortConvolution(nn.Module):
         )
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        cache = None if context.cache is None else context.cache.of(self, RecurrentCache)
         entering, leaving, x = self.input(hidden).chunk(3, dim=-1)
-        return self.output(leaving * self.core.convolve(entering * x, context, cache))
+        product = entering * x
+        return self.output(leaving * self.core.convolve(product, self.core.begin(product, context, self)))

@@ -106,8 +106,11 @@ def test_a_checkpoint_goes_on_under_another_layout(name: str, rank_pools: RankPo
     check(rank_pools, [Pair(saving, loading)], tmp_path)
 
 
-@pytest.mark.parametrize("recompute", ["uniform", "block"])
-def test_recomputed_layers_have_the_same_bits(recompute: str, rank_pools: RankPools) -> None:
-    cell = make_cell({"cp": 1, "pattern": "MG*-", "dp": 1, "documents": True}, dropout=0.1, steps=2, optimizer="adam")
+@pytest.mark.wide_except("uniform-1", "block-1", "selective-2")
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
+def test_recomputed_layers_have_the_same_bits(recompute: str, cp: int, rank_pools: RankPools) -> None:
+    """Selective recomputation leaves the recurrence as it was, and computes again what stands around it."""
+    cell = make_cell({"cp": cp, "pattern": "MG*-", "dp": 1, "documents": True}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
     assert_same_bits(again, plain, recompute)
