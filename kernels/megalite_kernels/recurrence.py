@@ -183,7 +183,7 @@ class _Recurrence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Go back through the segments, from the last one to the first."""
-        saved = ctx.saved_tensors  # once: a recomputed layer lets each go when it is read
+        saved = ctx.saved_tensors  # a layer that is computed again unpacks them no second time
         inputs, rest = saved[:5], saved[5:]
         parts, heads = parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
