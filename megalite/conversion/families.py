@@ -34,6 +34,7 @@ from megalite.conversion.shared_rules import (
     fused_experts,
     gated,
     gated_mlp,
+    shared_expert,
 )
 
 # ------------------------------------------------------------------------------------------------ Llama and its like
@@ -146,8 +147,7 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *gated(f"{MLP}.shared_expert", "moe.shared", "shared_ffn"),
-    Rule(f"{MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
+    *shared_expert(MLP),
 )
 QWEN3_MOE = _with_experts(
     _llama_like(
