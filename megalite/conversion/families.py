@@ -332,7 +332,7 @@ GPT_NEOX = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(NEMOTRON_H, BAMBA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
