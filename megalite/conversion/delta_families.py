@@ -47,6 +47,7 @@ def _keys(letters: Letters, groups: int, *own: Keys) -> tuple[Keys, ...]:
         key("attention_dropout", "attention_dropout", 0.0),
         fixed("hidden_act", "silu"),  # also of the convolution
         fixed("attention_bias", False),
+        fixed("attn_output_gate", True, written=False),
         tied(False),
         keys.grouped_queries(groups),
         keys.head_width(256),
@@ -115,7 +116,8 @@ def _text(name: str, architecture: str, *, sparse: bool, groups: int) -> Family:
         return [sparse] * layers_of(config)
 
     letters = partial(qwen_letters, experts=with_experts)
-    own = (layer_keys.qwen_layers(letters), layer_keys.rotary_of_text())
+    gate = fixed("output_gate_type", "swish", written=False)
+    own = (layer_keys.qwen_layers(letters), layer_keys.rotary_of_text(), gate)
     return Family(
         name,
         architecture,
