@@ -40,7 +40,8 @@ Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
-RECURRENT = {"M": "mamba", "G": "gated_delta"}  # the letters of layers that are not halves of a GPT's
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Routing:
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -64,6 +66,7 @@ class Oracle(Rotary):
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
@@ -71,7 +74,9 @@ class Oracle(Rotary):
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward, M, G; None: both halves in each
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
     mixers: Mixers = field(default_factory=Mixers)
 
     def logits(
@@ -107,6 +112,8 @@ class Oracle(Rotary):
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
             model = self if window is None or base is None else self.in_windows(base)
+            if place in self.unrotated:
+                model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
@@ -150,13 +157,13 @@ class Oracle(Rotary):
     def recurrent(
         self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
     ) -> Tensor:
-        """One layer of Mamba-2 or the gated delta net, the one with this number of its kind."""
+        """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
         layer, kind = f"layers.{number}.", RECURRENT[letter]
         normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
-        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + "MG".index(letter))
+        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -208,7 +215,9 @@ class Oracle(Rotary):
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        inputs = Inputs(
+            routing.biases.get(name), routing.padding, routing.replayed.get(name), routing.offsets.get(name)
+        )
         output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output
@@ -228,7 +237,7 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; M and G: none."""
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
     before = [pattern[:place] for place in range(len(pattern))]
     return [
         (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)

@@ -15,10 +15,10 @@ from typing import Literal
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-Mixer = Literal["attention", "mamba", "gated_delta"]
+Mixer = Literal["attention", "mamba", "gated_delta", "short_convolution", "kimi_delta"]
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
-MAMBA_LETTER, DELTA_LETTER = "M", "G"
+MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
 
 
@@ -31,11 +31,13 @@ class LayerSpec:
         feed_forward: kind of the half that processes each token separately; None: the layer has none.
         keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
             all.
+        rotary: True if attention rotates queries and keys, in a network that has rotary positions.
     """
 
     mixer: Mixer | None = "attention"
     feed_forward: FeedForward | None = "dense"
     keys_before: int | None = None
+    rotary: bool = True
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -46,13 +48,13 @@ class LayerSpec:
 LETTERS: Mapping[str, LayerSpec] = {
     MAMBA_LETTER: LayerSpec("mamba", None),
     DELTA_LETTER: LayerSpec("gated_delta", None),
+    KIMI_LETTER: LayerSpec("kimi_delta", None),
+    CONVOLUTION_LETTER: LayerSpec("short_convolution", None),
     ATTENTION_LETTER: LayerSpec("attention", None),
     "-": LayerSpec(None, "dense"),
     EXPERTS_LETTER: LayerSpec(None, "moe"),
 }
 _LATER = {
-    "K": "Kimi delta attention",
-    "L": "a short convolution",
     "+": "multi-head latent attention",
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
@@ -75,7 +77,10 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
         if letter == NEXT_STAGE:
             continue
         if letter not in LETTERS:
-            known = "M Mamba-2, G gated delta net, * attention, - dense feed-forward, E experts, | next stage"
+            known = (
+                "M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution, * attention, - dense "
+                "feed-forward, E experts, | next stage"
+            )
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
                 f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"
@@ -86,8 +91,10 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
     return specs
 
 
-def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers.
+
+    `windows` and `rotary`: `keys_before` and `rotary` of each one, if it is attention.
 
     Raises:
         ConfigurationError: a letter has no layer, or there is another number of layers than of windows: that of
@@ -100,8 +107,8 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
             "--num-layers out"
         )
     return tuple(
-        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
-        for spec, before in zip(specs, windows, strict=True)
+        replace(spec, keys_before=before, rotary=rotated) if spec.mixer == "attention" else spec
+        for spec, before, rotated in zip(specs, windows, rotary, strict=True)
     )
 
 

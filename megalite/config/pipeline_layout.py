@@ -118,7 +118,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     """
     chunks = virtual_stages(model, parallel)
     if parallel.pipeline_model_parallel_layout is not None:
-        layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model.num_layers)
+        layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model)
     elif parallel.decoder_first_pipeline_num_layers is None and parallel.decoder_last_pipeline_num_layers is None:
         layers = _even(model, parallel, chunks)
     else:
@@ -199,7 +199,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
     others = parallel.pipeline_model_parallel_size - len(given)
     rest = model.num_layers - (first or 0) - (last or 0)
-    what = f"--num-layers {model.num_layers} less {' and '.join(given)} leaves {rest} layers, which"
+    what = f"{model.depth} less {' and '.join(given)} leaves {rest} layers, which"
     over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
     if rest < others or (rest and not others):
         raise ConfigurationError(f"{what} cannot be divided among {over}")
@@ -209,7 +209,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
     """Return what the stages share evenly, as text and as a number."""
-    words, count = f"--num-layers {model.num_layers}", model.num_layers
+    words, count = model.depth, model.num_layers
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if getattr(parallel, name):
             words, count = f"{words} + 1 (--{name.replace('_', '-')})", count + 1
@@ -237,7 +237,7 @@ def stages_of_letters(layout: str) -> list[str]:
     return text.split("|")
 
 
-def layers_of_letters(layout: str, num_layers: int) -> list[int]:
+def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
     """Return the number of layers of each stage, in order.
 
     Raises:
@@ -254,9 +254,9 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
                 f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
     layers = [stage.count("t") for stage in stages]
-    if sum(layers) != num_layers:
+    if sum(layers) != model.num_layers:
         raise ConfigurationError(
-            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), but --num-layers is {num_layers}: make them equal"
+            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), which is not {model.depth}: make them equal"
         )
     return layers
 

@@ -117,6 +117,7 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,
         "expert_ffn": model.expert_ffn_size,
+        "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "one": 1,
         **recurrent_axis_lengths(model),
@@ -163,8 +164,9 @@ def _file_tensors(
 ) -> list[FileTensor]:
     """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
-    names = [piece.tensor if layer is None else _name_in_layer(piece.tensor, numbers) for piece in pieces]
-    if not all(name in logical for name in names):
+    named = (piece.tensor if layer is None else _name_in_layer(piece.tensor, numbers) for piece in pieces)
+    names = [name for name in named if name is not None and name in logical]
+    if len(names) < len(pieces):
         return []
     lengths = axis_lengths(model)
     shape = tuple(math.prod(lengths[name] for name in names) for names in axes_of(rule.pattern))
@@ -185,11 +187,12 @@ def _file_tensors(
     return found
 
 
-def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str:
-    """Return the name of a logical tensor that a rule names in a layer, or of none if the layer has no such half."""
+def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
+    """Return the name of a logical tensor that a rule names in a layer; None if the layer has no such tensor."""
     kind = STATE if tensor.startswith(STATE) else ""
     local = tensor.removeprefix(STATE)
-    return f"{kind}layers.{numbers.get(local.partition('.')[0])}.{local}"
+    number = numbers.get(local.partition(".")[0])
+    return None if number is None else f"{kind}layers.{number}.{local}"
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str | None, values: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
-from megalite.conversion.megatron_arguments import arguments_of
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
 from megalite.model.cache import StageCache
@@ -75,7 +74,7 @@ def test_a_bar_begins_the_next_stage(letters: str, ranks: int, stages: list[int]
 
 
 def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
-    """Those of a configuration or a checkpoint of before, and those of flags over a file."""
+    """Stages of a configuration and a checkpoint of before become the layout; those of flags are those of the run."""
     flags = [*RUN.split(), "--pp", "2"]
     config = parse_arguments([*flags, "--hybrid-layer-pattern", "*-|*-"]).config
     (tmp_path / "run.yaml").write_text(dump(config))
@@ -117,12 +116,16 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("G", "--linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads"),
         ("*", "--mamba-state-dim 64", "--mamba-state-dim needs a Mamba-2 layer, M in --hybrid-layer-pattern"),
         ("M", "--mamba-num-heads 8 --linear-key-head-dim 64", "--linear-key-head-dim needs a gated delta net, G in"),
-        ("K", "", "'K', character 1, is Kimi delta attention, which"),
-        ("L", "", "'L', character 1, is a short convolution, which"),
+        ("L", "--kda-num-heads 8", "--kda-num-heads needs Kimi delta attention, K in --hybrid-layer-pattern"),
+        ("K", "--kda-lower-bound 0", "--kda-lower-bound 0.0 is not below 0"),
+        ("K", "--kda-chunk-size 48", "--kda-chunk-size 48 is not a power of two"),
+        ("K", "--kda-num-heads 9 --tp 2", "2 does not divide the heads of Kimi delta attention, 9"),
+        ("M", "--mamba-num-heads 8 --short-conv-bias", "--short-conv-bias needs a short convolution, L in"),
+        ("L", "--tp 3", "3 does not divide the channels of the short convolution, 16"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, -"),
+        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, K Kimi"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
@@ -132,12 +135,24 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*-|*|-", "--pp 2", "3 stages of --hybrid-layer-pattern '*-|*|-' cannot be divided evenly among 2 ranks"),
         ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
         ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
-        ("*-*", "--pp 2", "--num-layers 3 cannot be divided evenly among 2 stages"),
+        ("*-", "--position-embedding-type rope --no-rope-freq 2", "give --no-rope-freq as a list with an entry for"),
+        ("*-*", "--pp 2", "the 3 layers of --hybrid-layer-pattern '*-*' cannot be divided evenly among 2 stages"),
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
         ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
         ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
+        ("*-", "--moe-ffn-hidden-size 8", "needs a layer with experts (E) in --hybrid-layer-pattern"),
+        ("*-", "--ep 2", "--expert-model-parallel-size needs a layer with experts (E) in --hybrid-layer-pattern"),
+        ("*E", "--moe-ffn-hidden-size 8", "--moe-ffn-hidden-size needs --num-experts"),
+        (
+            "*-",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            "--recompute-num-layers 3 is more than the 2 layers of --hybrid-layer-pattern '*-'",
+        ),
+        ("*-", "--cpu-offloading-num-layers 2", "must be below the 2 layers of --hybrid-layer-pattern '*-': at least"),
+        ("*-", "--pipeline-model-parallel-layout EtttL", "has 3 layers (t), which is not the 2 layers of --hybrid-"),
+        ("*-*", "--pp 2 --decoder-first-pipeline-num-layers 3", "'*-*' less --decoder-first-pipeline-num-layers 3"),
     ],
 )
 def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) -> None:
@@ -146,6 +161,53 @@ def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) 
         resolve(parse_arguments(argv).config, 2)
     (line,) = [line for line in str(raised.value).splitlines() if problem in line]
     assert line.isprintable()
+
+
+def test_flags_of_attention_change_nothing_without_one() -> None:
+    flags = "--qk-layernorm --group-query-attention --num-query-groups 2"
+    without = parse_arguments([*RUN.split(), *flags.split(), "--hybrid-layer-pattern=--"])
+    assert [note.partition(": changes nothing, ")[0] for note in without.notes] == [
+        *("--group-query-attention", "--num-query-groups 2", "--qk-layernorm")
+    ]
+    assert without.notes[0].endswith("since --hybrid-layer-pattern '--' has no attention (*)")
+    assert without.config.model == parse_arguments([*RUN.split(), "--hybrid-layer-pattern=--"]).config.model
+    assert parse_arguments([*RUN.split(), *flags.split(), "--hybrid-layer-pattern=*-"]).config.model.qk_layernorm
+
+
+SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
+
+
+@pytest.mark.parametrize(
+    "spec", [SPEC, "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", f"--is-hybrid-model {SPEC}"]
+)
+def test_megatrons_program_for_patterns_takes_its_spec(spec: str) -> None:
+    argv = [*RUN.split(), "--hybrid-override-pattern", "*-"]
+    with_spec = parse_arguments([*argv, *spec.split()], hybrid=True)
+    assert with_spec.config == parse_arguments(argv).config
+    assert all("already so" in note for note in with_spec.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--hybrid-layer-pattern *-", f"missing: {SPEC} (--help all describes all flags)"),
+        (f"{SPEC} --num-layers 2", "missing: --hybrid-layer-pattern (--help all describes all flags)"),
+        ("", f"missing: --hybrid-layer-pattern, {SPEC} (--help all describes all flags)"),
+        (
+            f"{SPEC[:-17]} gdp_stack_spec",
+            "--spec gdp_stack_spec makes M a gated delta product, which megalite does not",
+        ),
+        (f"{SPEC[:-17]} hybrid_inference_stack_spec", "--spec hybrid_inference_stack_spec is for an inference server"),
+        ("--spec my.layers spec", "--spec my.layers spec: is not supported: the layers follow from the flags"),
+        ("--spec", "--spec needs a value: megatron.core.models.hybrid.hybrid_layer_specs or hybrid_stack_spec or"),
+        (f"{SPEC} --hybrid-attention-ratio 0.1", "--hybrid-attention-ratio was removed, use --hybrid-layer-pattern"),
+        (f"{SPEC} --mtp-hybrid-override-pattern *", "--mtp-hybrid-override-pattern is for multi-token prediction"),
+    ],
+)
+def test_megatrons_program_for_patterns_says_what_it_lacks(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_arguments([*RUN.split(), *flags.split()], hybrid=True)
+    assert any(line.startswith(problem) for line in str(raised.value).splitlines()), raised.value
 
 
 def test_halves_have_the_names_of_a_gpts_blocks() -> None:
@@ -178,6 +240,8 @@ def test_a_pattern_of_blocks_is_a_gpt() -> None:
         == function_of(same)
         == function_of(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
     )
+    rotated = {"position_embedding_type": "rope", "no_rope_freq": "[0,0,1,0]"}
+    assert [layer.rotary for layer in as_gpt(pattern("*-*-", **rotated)).layers] == [True, False]
     assert gpt.output_init_std == same.output_init_std == pattern("*-*E", **experts).output_init_std
     for other in ("**--", "-*-*", "*-*"):
         assert as_gpt(pattern(other)).hybrid_layer_pattern == other
@@ -211,8 +275,6 @@ def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None
 def test_other_formats_have_no_other_patterns() -> None:
     with pytest.raises(CheckpointError, match=r"no family of Hugging Face has .*--hybrid-layer-pattern \*\*--"):
         choose(FAMILIES, pattern("**--"))
-    with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
-        arguments_of(pattern("**--"), {}, 8, 128)
 
 
 def test_operations_are_those_of_the_halves() -> None:
