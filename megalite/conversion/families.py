@@ -34,6 +34,7 @@ from megalite.conversion.shared_rules import (
     fused_experts,
     gated,
     gated_mlp,
+    shared_expert,
 )
 
 # ------------------------------------------------------------------------------------------------ Llama and its like
@@ -146,8 +147,7 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *gated(f"{MLP}.shared_expert", "moe.shared", "shared_ffn"),
-    Rule(f"{MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
+    *shared_expert(MLP),
 )
 QWEN3_MOE = _with_experts(
     _llama_like(
@@ -332,7 +332,7 @@ GPT_NEOX = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(NEMOTRON_H, BAMBA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from megalite.config import ModelConfig
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.layer_specs import ATTENTION_LETTER, DELTA_LETTER, EXPERTS_LETTER, MAMBA_LETTER, pattern_of
-from megalite.conversion.config_keys import Json, Keys, key, layers_of, value_of
+from megalite.conversion.config_keys import UNREADABLE, Json, Keys, key, layers_of, value_of
 from megalite.conversion.position_keys import rotary
 from megalite.errors import CheckpointError
 from megalite.model.mamba import NORM_EPSILON
@@ -25,12 +25,19 @@ _NEMOTRON |= {"moe": EXPERTS_LETTER}
 
 def only_with(letter: str, letters: Letters, *of_kind: Keys) -> Iterator[Keys]:
     """Yield entries for keys that describe layers of one kind: they are read if the network has such layers."""
+
+    def has_such(config: Json) -> bool:
+        try:
+            return letter in letters(config)
+        except (CheckpointError, *UNREADABLE):  # which the entry for the layers reports
+            return False
+
     for each in of_kind:
 
         def write(model: ModelConfig, each: Keys = each) -> dict[str, Any]:
             return each.write(model) if letter in pattern_of(model.layers) else {}
 
-        yield replace(each, applies=lambda config: letter in letters(config), write=write)
+        yield replace(each, applies=has_such, write=write)
 
 
 def letters_of_kinds(name: str, kinds: Any, letters: Mapping[str, str]) -> str:
@@ -105,7 +112,8 @@ def bamba_letters(config: Json) -> str:
     layers, listed = layers_of(config), value_of(config, "attn_layer_indices", None) or []
     if not isinstance(listed, list) or any(type(place) is not int or not 0 <= place < layers for place in listed):
         raise CheckpointError(f"attn_layer_indices is {shown(listed)}, it must be a list of numbers below {layers}")
-    return with_dense("".join(ATTENTION_LETTER if place in listed else MAMBA_LETTER for place in range(layers)))
+    places = {*listed}
+    return with_dense("".join(ATTENTION_LETTER if place in places else MAMBA_LETTER for place in range(layers)))
 
 
 def bamba_layers() -> Keys:
@@ -205,7 +213,10 @@ def head_times_heads() -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         heads, width = value_of(config, "mamba_n_heads", 128), value_of(config, "mamba_d_head", "auto")
-        inner = value_of(config, "mamba_expand", 2) * value_of(config, "hidden_size")
+        expand, hidden = value_of(config, "mamba_expand", 2), value_of(config, "hidden_size")
+        if type(expand) is not int or type(hidden) is not int:
+            raise CheckpointError(f"mamba_expand is {shown(expand)}, it must be a whole number")
+        inner = expand * hidden
         if inner != (inner // heads if width == "auto" else width) * heads:
             raise CheckpointError(
                 f"mamba_expand times hidden_size is {shown(inner)}, but mamba_n_heads times mamba_d_head is another"

@@ -68,6 +68,7 @@ NEMOTRON_H = Family(
         layer_keys.same_as("attention_head_dim", "head_dim", 128),
         layer_keys.same_as("num_query_groups", "num_key_value_heads", 8),
         layer_keys.same_as("rms_norm_eps", "layer_norm_epsilon", 1e-5),
+        layer_keys.same_as("norm_eps", "layer_norm_epsilon", 1e-5),
         *(fixed(name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
         fixed("sliding_window", None),
         *only_with(

@@ -341,17 +341,25 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
+PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]")
+"""Layers of a model whose tensors are changed, if another than the second one shows more."""
+
+
 @pytest.mark.wide_except("gemma2")
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
-        for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe")
+        for name in (
+            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe"),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5"),
+        )
     ],
 )
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    others = re.compile(rf"(layers|h)\.(?!{2 if name in ('qwen2-moe', 'glm4-moe') else 1}\.)\d")
+    others = re.compile(rf"(layers|h)\.(?!({PLACES.get(name, '1')})\.)\d")
     tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
