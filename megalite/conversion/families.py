@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
+from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
 from megalite.conversion.mamba_families import BAMBA, NEMOTRON_H
@@ -332,7 +333,7 @@ GPT_NEOX = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
+    *(NEMOTRON_H, BAMBA, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
