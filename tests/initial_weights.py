@@ -51,6 +51,7 @@ class Network:
     sandwich: bool = False
     query_key_norm: bool = False
     output_gate: bool = False
+    sinks: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
@@ -78,6 +79,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.sinks:
+                found[attention + "sink"] = (self.heads,), self.std
             if self.output_gate:
                 found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)

@@ -8,6 +8,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
+    layers.{i}.attention.sink [heads] (learned sinks only)
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
     layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
@@ -62,6 +63,7 @@ class Oracle(Rotary):
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    off_by_one: bool = False  # a softmax with one more logit, 0, that has no value
     unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
@@ -171,7 +173,11 @@ class Oracle(Rotary):
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
         scores = capped(scores, self.score_cap)
-        probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        scores = scores.masked_fill(~visible, -math.inf)
+        if self.off_by_one or name + "sink" in weights:
+            sink = weights.get(name + "sink", scores.new_zeros(heads))
+            scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
         context = torch.einsum("bhqk,bkhd->bqhd", dropped(probabilities), value)
         if name + "gate" in weights:
             context = context * torch.sigmoid(project(weights, name + "gate", hidden))

@@ -24,6 +24,7 @@ from megalite.errors import ConfigurationError
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 
 
@@ -194,6 +195,9 @@ class ModelConfig:
     no_rope_freq: str | None = None
     """Layers whose queries and keys are not rotated: N means every N-th; or a list of 1 (not rotated) or 0 per layer,
     like ([0]*3+[1])*6; unset: none."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention over the keys (vanilla), and for each head one more logit without a value: 0 (off-by-one) or
+    learned, a sink (learnable, gpt-oss)."""
 
     @property
     def rotary(self) -> bool:

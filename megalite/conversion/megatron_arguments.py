@@ -25,7 +25,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
-    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate"""
+    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate
+    softmax_type"""
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
@@ -48,7 +49,6 @@ _CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),
-    "softmax_type": (None, "vanilla"),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 

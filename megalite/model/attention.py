@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
+from megalite.config.model import SoftmaxType
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import KeyValueCache
@@ -43,7 +44,8 @@ class AttentionSizes:
         rotary_interleaved: rotate channel 2i with 2i + 1, instead of channel i with i + half of the rotated channels.
         rotary: rotate queries and keys by their positions, if the network does.
         output_gate: multiply the output with the sigmoid of a gate, which the input gives like queries.
-        sink: logit of each head that its softmax has beside those of the keys, without a value.
+        softmax_type: softmax over the logits of the keys (vanilla), and for each head a sink, one more logit without a
+            value: 0 (off-by-one) or learned (learnable).
     """
 
     hidden: int
@@ -61,7 +63,7 @@ class AttentionSizes:
     rotary_interleaved: bool = False
     rotary: bool = True
     output_gate: bool = False
-    sink: Literal["none", "zero", "learned"] = "none"
+    softmax_type: SoftmaxType = "vanilla"
 
 
 def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -152,6 +154,12 @@ class Attention(nn.Module):
             # Each rank normalizes its own heads, so these gradients are partial even without sequence parallelism.
             self.query_norm = norm(context, f"{name}.query_norm", sizes.width, of_part=True)
             self.key_norm = norm(context, f"{name}.key_norm", sizes.width, of_part=True)
+        self.sink: Tensor | None = None
+        if sizes.softmax_type == "learnable":
+            sink = LogicalTensor(f"{name}.sink", (sizes.heads,), Normal(sizes.std), False)
+            self.sink = context.parameter(context.split(sink, {0: "heads"}, columns=0))
+        elif sizes.softmax_type == "off-by-one":
+            self.sink = torch.zeros(self.heads, device=context.mesh.device)
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=self._key_value_of_head(sizes, group),
@@ -201,7 +209,7 @@ class Attention(nn.Module):
         if (cache := context.cache) is not None:
             key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
-        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random)
+        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random, self.sink)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

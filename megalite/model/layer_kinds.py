@@ -90,6 +90,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         rotary_interleaved=config.rotary_interleaved,
         rotary=config.layers[layer].rotary,
         output_gate=config.attention_output_gate,
+        softmax_type=config.softmax_type,
     )
     norm = make_norm(config) if config.qk_layernorm else None
     return Attention(

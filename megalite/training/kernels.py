@@ -70,8 +70,9 @@ def choose_kernels(config: KernelsConfig) -> None:
 
 def drops_by_rank(config: RunConfig, device: torch.device) -> bool:
     """Tell whether context-parallel ranks on such devices would drop other probabilities than one rank does."""
-    dtype = getattr(torch, config.training.dtype)
-    return config.model.attention_dropout > 0.0 and draws_its_own(device, dtype, config.model.attn_logit_softcapping)
+    dtype, model = getattr(torch, config.training.dtype), config.model
+    fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
+    return fused and model.attention_dropout > 0.0
 
 
 def require_equal_dropout(config: RunConfig, device: torch.device) -> None:

@@ -113,6 +113,7 @@ class Cell:
     qk_layernorm: bool = False
     output_gate: bool = False  # of attention
     no_rope_freq: str | None = None  # layers without rotary positions
+    softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -332,6 +333,7 @@ def model_config(cell: Cell) -> ModelConfig:
         qk_layernorm=cell.qk_layernorm or gemma3,
         attention_output_gate=cell.output_gate,
         no_rope_freq=cell.no_rope_freq,
+        softmax_type=cell.softmax_type,  # type: ignore[arg-type]
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -402,6 +404,7 @@ def network(cell: Cell) -> Network:
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
         output_gate=cell.output_gate,
+        sinks=cell.softmax_type == "learnable",
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
@@ -442,6 +445,8 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.softmax_type == "off-by-one":
+        return replace(oracle(replace(cell, softmax_type="vanilla")), off_by_one=True)
     if cell.no_rope_freq is not None:
         plain = oracle(replace(cell, no_rope_freq=None))
         return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))

@@ -1,4 +1,4 @@
-"""Options of attention on layouts that split it: a gated output, layers without positions; against the oracle."""
+"""Options of attention on layouts that split it: gates, layers without positions, sinks; against the oracle."""
 
 from __future__ import annotations
 
@@ -43,5 +43,30 @@ def test_steps_without_positions_in_some_layers_are_the_oracles(layout: str, ran
 
 def test_letters_without_positions_are_the_oracles(rank_pools: RankPools) -> None:
     cell = make_cell({"family": "llama", "pattern": "*-**-", "dp": 1}, no_rope_freq="[0,0,1,0,0]")
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["tp2", "cp2-tp2-gather", "cp2-a2a"]))
+def test_steps_with_sinks_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    row = {"family": "llama"} | LAYOUTS[layout]
+    cell = make_cell(row, softmax_type="learnable", dropout=0.1 * (list(LAYOUTS).index(layout) % 2), steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+SINKS: dict[str, Row] = {
+    "alone, capped, dropout": {"cp": 1, "family": "gemma", "dropout": 0.1, "recompute": "selective"},
+    "cp2, capped": {"cp": 2, "family": "gemma", "documents": True},
+    "cp2, dropout": {"cp": 2, "tp": 2, "key_values": "uneven6", "attention_dropout": 0.2, "documents": True},
+    "cp3, off by one": {"cp": 3, "softmax_type": "off-by-one", "chunks": 2},
+    "cp4": {"cp": 4, "way": "a2a+p2p", "dropout": 0.1, "documents": True, "family": "gemma3"},
+    "off by one": {"cp": 1, "tp": 2, "softmax_type": "off-by-one", "dropout": 0.1, "documents": True},
+}
+
+
+@pytest.mark.parametrize("name", wide_except(SINKS, ["cp2, dropout", "alone, capped, dropout"]))
+def test_sinks_with_caps_and_dropout_are_the_oracles(name: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"dp": 1, "family": "llama", "softmax_type": "learnable"} | SINKS[name])
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)

@@ -313,6 +313,7 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfi
         (MODEL, {"final_logit_softcapping": 30.0}, False),
         (MODEL, {"attn_logit_softcapping": 50.0}, False),
         (MODEL, {"attention_output_gate": True}, False),
+        (MODEL, {"softmax_type": "off-by-one"}, False),
         (ROPE, {"no_rope_freq": "1"}, False),
         (ROPE, {"no_rope_freq": str([0] * MODEL.num_layers)}, True),
         (MODEL, {"no_rope_freq": "1"}, True),

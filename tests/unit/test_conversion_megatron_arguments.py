@@ -57,7 +57,6 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
         ("moe_latent_size", 8),
         ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
-        ("softmax_type", "learnable"),
         ("mtp_num_layers", 1),
         ("spec", ["some.module", "spec"]),
         ("apply_residual_connection_post_layernorm", True),

@@ -108,6 +108,9 @@ CONFIGS = {
     "llama, no positions in windows": replace(
         LLAMA, window_size="3,0", window_rotary_base=500.0, no_rope_freq="[1,0]", position_embedding_type="rope"
     ),
+    "gpt2, sinks": replace(GPT2, softmax_type="learnable"),
+    "gpt2, off by one": replace(GPT2, softmax_type="off-by-one"),
+    "gemma, sinks": replace(GEMMA, softmax_type="learnable"),
     "gpt2, gated output": replace(GPT2, attention_output_gate=True),
     "llama, groups and a gated output": replace(
         LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True, attention_output_gate=True
@@ -168,6 +171,7 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
+        off_by_one=config.softmax_type == "off-by-one",
         unrotated=tuple(place for place, layer in enumerate(config.layers) if not layer.rotary),
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
