@@ -45,6 +45,8 @@ LLAMA = replace(
 )  # fmt: skip
 WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
 """Number of tokens that a token sees in each layer, by the two flags."""
+UNROTATED = {None: (), "2": (1,), "[1,0]": (0,)}
+"""Layers without rotary positions, by the flag."""
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
@@ -172,7 +174,7 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
         off_by_one=config.softmax_type == "off-by-one",
-        unrotated=tuple(place for place, layer in enumerate(config.layers) if not layer.rotary),
+        unrotated=UNROTATED[config.no_rope_freq],
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
