@@ -57,6 +57,7 @@ class Network:
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
     pattern: str | None = None  # a letter a layer; `expert_layers` then counts those that are not attention
 
     @property
@@ -91,6 +92,8 @@ class Network:
                 continue
             moe = f"layers.{layer}.moe."
             found[moe + "router"] = ((self.experts, self.hidden), self.std)
+            if self.router_bias:
+                found[moe + "router_bias"] = (self.experts,), self.std
             found |= self._feed_forward(moe, (self.experts,), self.expert_ffn)
             if self.shared_ffn:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)

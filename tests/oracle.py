@@ -62,7 +62,9 @@ class Oracle(Rotary):
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
-    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
+    glu_offset: float = 0.0  # of the up projection
+    glu_limit: float = math.inf  # of the gate from above, and of the up projection on both sides
     off_by_one: bool = False  # a softmax with one more logit, 0, that has no value
     unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
@@ -193,7 +195,8 @@ class Oracle(Rotary):
         """The activation of `[..., 2, ffn]` with a gate, else of `[..., ffn]`."""
         if self.activation.endswith("glu"):
             gate, up = up.unbind(-2)
-            return ACTIVATIONS[self.activation](gate) * up
+            up = up.clamp(-self.glu_limit, self.glu_limit) + self.glu_offset
+            return ACTIVATIONS[self.activation](gate.clamp(max=self.glu_limit)) * up
         return ACTIVATIONS[self.activation](up)
 
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
@@ -214,6 +217,7 @@ ACTIVATIONS = {
     "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
 

@@ -198,6 +198,14 @@ class ModelConfig:
     softmax_type: SoftmaxType = "vanilla"
     """Softmax of attention over the keys (vanilla), and for each head one more logit without a value: 0 (off-by-one) or
     learned, a sink (learnable, gpt-oss)."""
+    quick_geglu: bool = False
+    """Feed-forward with the gate x * sigmoid(1.702 x) instead of GELU (gpt-oss)."""
+    glu_linear_offset: NonNegativeFloat = 0.0
+    """Number added to the up projection before it is multiplied with the gate."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Clamp the input of the gate from above, and the up projection on both sides, at this value; unset: do not."""
+    moe_router_bias: bool = False
+    """Bias of the router's logits (gpt-oss); Megatron-LM has one where linear layers have biases."""
 
     @property
     def rotary(self) -> bool:

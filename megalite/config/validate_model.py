@@ -44,6 +44,8 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     chosen = [flag for flag in FLAGS if getattr(model, flag)]
     if model.activation.flags != set(chosen):
         yield f"--{' and --'.join(chosen).replace('_', '-')} are different activations: choose one"
+    if not model.activation.gated:
+        yield from needs(model, "glu_linear_offset activation_func_clamp_value", "--swiglu, --geglu or --quick-geglu")
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
     yield from expert_problems(model)

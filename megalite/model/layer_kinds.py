@@ -107,7 +107,9 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
-    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
+    sizes = FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    return replace(sizes, offset=offset, limit=limit)
 
 
 def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:

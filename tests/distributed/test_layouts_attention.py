@@ -70,3 +70,19 @@ def test_sinks_with_caps_and_dropout_are_the_oracles(name: str, rank_pools: Rank
     cell = make_cell({"dp": 1, "family": "llama", "softmax_type": "learnable"} | SINKS[name])
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
+
+
+GPT_OSS: dict[str, Row] = {
+    "alone": {"cp": 1, "dp": 1, "documents": True, "recompute": "uniform", "micro_batch_size": 2},
+    "ep2-tp2-sp": {"cp": 1, "dp": 1, "ep": 2, **SP, "dropout": 0.1, "optimizer": "muon"},
+    "cp2-ep2": {"cp": 2, "dp": 1, "ep": 2, "documents": True, "recompute": "experts", "optimizer": "adam"},
+    "pp2-etp2-zero3": {"cp": 1, "dp": 2, "pp": 2, "etp": 2, "zero": 3, "schedule": "zb-h1", "tied": False},
+}
+
+
+@pytest.mark.parametrize("layout", wide_except(GPT_OSS, ["ep2-tp2-sp"]))
+def test_steps_of_gpt_oss_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    """Sinks in windows, biases of experts and routers, clamped gates."""
+    cell = make_cell({"family": "gpt-oss", "key_values": "gqa"} | GPT_OSS[layout], steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)

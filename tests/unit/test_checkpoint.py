@@ -314,6 +314,8 @@ def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfi
         (MODEL, {"attn_logit_softcapping": 50.0}, False),
         (MODEL, {"attention_output_gate": True}, False),
         (MODEL, {"softmax_type": "off-by-one"}, False),
+        (replace(MODEL, ffn_hidden_size=8, swiglu=True), {"activation_func_clamp_value": 7.0}, False),
+        (MODEL, {"moe_router_bias": True}, True),
         (ROPE, {"no_rope_freq": "1"}, False),
         (ROPE, {"no_rope_freq": str([0] * MODEL.num_layers)}, True),
         (MODEL, {"no_rope_freq": "1"}, True),

@@ -153,7 +153,7 @@ def test_older_arguments_are_understood() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"add_bias_linear": True}, "--num-experts with --add-bias-linear: Megatron-LM's router has a bias"),
+        ({"add_bias_linear": True}, "--num-experts with --add-bias-linear: biases of experts and routers are"),
         (
             {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_scores": 1},
             "Megatron-LM has no such network:\n  --moe-router-group-scores 1 \\(there: 2\\)",

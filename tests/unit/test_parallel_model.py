@@ -110,6 +110,12 @@ CONFIGS = {
     "llama, no positions in windows": replace(
         LLAMA, window_size="3,0", window_rotary_base=500.0, no_rope_freq="[1,0]", position_embedding_type="rope"
     ),
+    "llama, quick geglu": replace(LLAMA, swiglu=False, quick_geglu=True, add_bias_linear=True),
+    "gpt-oss's activation": replace(
+        LLAMA, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5
+    ),
+    "llama, clamped": replace(LLAMA, activation_func_clamp_value=0.5),
+    "gpt2, geglu with an offset": replace(GPT2, geglu=True, glu_linear_offset=0.25),
     "gpt2, sinks": replace(GPT2, softmax_type="learnable"),
     "gpt2, off by one": replace(GPT2, softmax_type="off-by-one"),
     "gemma, sinks": replace(GEMMA, softmax_type="learnable"),
@@ -162,6 +168,8 @@ def weights(made: GPT) -> dict[str, Tensor]:
 
 
 def activation(config: ModelConfig) -> str:
+    if config.quick_geglu:
+        return "quick_geglu"
     if config.geglu:
         return "exact_geglu" if config.exact_gelu else "geglu"
     return next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu")
@@ -173,6 +181,8 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
+        glu_offset=config.glu_linear_offset,
+        glu_limit=config.activation_func_clamp_value or math.inf,
         off_by_one=config.softmax_type == "off-by-one",
         unrotated=UNROTATED[config.no_rope_freq],
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
