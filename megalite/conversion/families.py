@@ -248,6 +248,48 @@ GLM4_MOE = replace(
     predicts_further=True,
 )
 
+_INTERLEAVED = (
+    "experts hidden (expert_ffn two) -> experts two expert_ffn hidden",
+    "experts (expert_ffn two) -> experts two expert_ffn",
+)
+_GPT_OSS_EXPERTS = (
+    *linear(f"{_MLP}.router", ("experts hidden -> experts hidden", "experts -> experts"), MappedBox("moe.router")),
+    Rule(f"{_MLP}.experts.gate_up_proj", _INTERLEAVED[0], (MappedBox("moe.gate_up"),)),
+    Rule(f"{_MLP}.experts.gate_up_proj_bias", _INTERLEAVED[1], (MappedBox("moe.gate_up_bias"),)),
+    Rule(
+        f"{_MLP}.experts.down_proj", "experts expert_ffn hidden -> experts hidden expert_ffn", (MappedBox("moe.down"),)
+    ),
+    Rule(f"{_MLP}.experts.down_proj_bias", "experts hidden -> experts hidden", (MappedBox("moe.down_bias"),)),
+    Rule(f"{_ATTENTION}.sinks", "heads -> heads", (MappedBox("attention.sink"),)),
+)
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *_OF_ALL,
+        *_LLAMA_KEYS,
+        key("rms_norm_eps", "norm_epsilon", 1e-5),
+        keys.head_width(64),
+        keys.grouped_queries(8),
+        keys.num_experts("num_local_experts", "num_experts"),
+        key("num_experts_per_tok", "moe_router_topk", 4),
+        key("swiglu_limit", "activation_func_clamp_value", 7.0),
+        fixed("swiglu_alpha", 1.702, written=False),
+        fixed("hidden_act", "silu"),
+        fixed("attention_bias", True),
+        keys.quantization("mxfp4"),
+        rotary(default_base=150_000.0, otherwise=_GPT_OSS_YARN),
+        window_pattern(full_every=2, default=128),
+        tied(False),
+    ),
+    _RMS_NORM
+    | {"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "moe_router_bias": True}
+    | {"softmax_type": "learnable"},
+    (*_LLAMA_RULES, *_GPT_OSS_EXPERTS),
+    mxfp4=True,
+)
+
 # ------------------------------------------------------------------------------------------------ Gemma
 
 _GEMMA_ALWAYS = _WITHOUT_BIASES | {"apply_layernorm_1p": True, "scale_embeddings": True}
@@ -385,7 +427,7 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
@@ -393,7 +435,6 @@ FAMILIES = (
 LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
-    "gpt_oss": "attention sinks, a bias of the router, and its clamped activation",
     "olmoe": "a norm of the queries and keys over all heads together",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

@@ -55,6 +55,9 @@ class Family:
     megalite does not have such layers: they are left out on reading, with a note.
     """
 
+    mxfp4: bool = False
+    """True if weights of experts may be in blocks of MXFP4 (`mxfp4.py`)."""
+
     @property
     def fates(self) -> Fates:
         """Fates of the keys of config.json."""

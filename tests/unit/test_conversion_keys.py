@@ -107,6 +107,7 @@ REQUIRED["gpt2"] = {"vocab_size": 67, "n_layer": 4, "n_embd": 768, "n_head": 96,
 REQUIRED["mixtral"] |= {"num_local_experts": 16}
 REQUIRED["qwen3_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16}
 REQUIRED["qwen2_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+REQUIRED["gpt_oss"] |= {"num_local_experts": 16}
 REQUIRED["glm4_moe"] |= {"n_routed_experts": 16}
 """Keys that a config.json must have here, although transformers' classes have sizes of some model for them."""
 
