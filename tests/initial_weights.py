@@ -50,6 +50,7 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    norm_over_heads: bool = False  # of queries and keys
     output_gate: bool = False
     sinks: bool = False
     expert_layers: tuple[int, ...] = ()
@@ -148,7 +149,10 @@ class Network:
                 if self.shared_ffn:
                     found |= self._feed_forward_biases(name + "moe.shared.", (), self.shared_ffn)
         for name, width in norms.items():
-            found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
+            shape: tuple[int, ...] = (width,)
+            if self.norm_over_heads and name.endswith(("query_norm", "key_norm")):
+                shape = (self.heads if name.endswith("query_norm") else self.groups, width)
+            found[name + ".weight"] = shape, 0.0 if self.around_one else 1.0
             if self.centered:
                 found[name + ".bias"] = (width,), 0.0
         return found

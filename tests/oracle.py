@@ -148,11 +148,12 @@ class Oracle(Rotary):
         return hidden
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Over the last dimensions, as many as the weight has."""
         weight, bias = weights[name + ".weight"] + float(self.norm_around_one), weights.get(name + ".bias")
         if self.normalization == "LayerNorm":
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
+        over = tuple(range(-weight.dim(), 0))
+        return hidden * torch.rsqrt(hidden.pow(2).mean(over, keepdim=True) + self.norm_epsilon) * weight
 
     def attention(
         self,
@@ -169,7 +170,7 @@ class Oracle(Rotary):
         key, value = project(weights, name + "key_value", hidden).unbind(-2)  # [batch, sequence, groups, head_dim]
         if name + "query_norm.weight" in weights:
             query = self.norm(weights, name + "query_norm", query)
-            key = self.norm(weights, name + "key_norm", key)
+            key = self.norm(weights, name + "key_norm", key)  # over all heads together if its weight has two axes
         if self.position_embedding_type in ("rope", "yarn"):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))

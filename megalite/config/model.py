@@ -206,6 +206,8 @@ class ModelConfig:
     """Clamp the input of the gate from above, and the up projection on both sides, at this value; unset: do not."""
     moe_router_bias: bool = False
     """Bias of the router's logits (gpt-oss); Megatron-LM has one where linear layers have biases."""
+    qk_layernorm_over_heads: bool = False
+    """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
 
     @property
     def rotary(self) -> bool:

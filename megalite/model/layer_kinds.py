@@ -92,12 +92,13 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         output_gate=config.attention_output_gate,
         softmax_type=config.softmax_type,
     )
-    norm = make_norm(config) if config.qk_layernorm else None
+    over_heads = config.qk_layernorm_over_heads
     return Attention(
         context,
         f"layers.{number}.attention",
         sizes,
-        norm=norm,
+        norm=make_norm(config) if config.qk_layernorm and not over_heads else None,
+        norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,

@@ -26,6 +26,7 @@ from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
+from megalite.model.heads_norm import HeadsNorm
 from megalite.model.moe import MoE
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -38,6 +39,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
     (ContextParallelCore, "__call__"),
+    (HeadsNorm, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),

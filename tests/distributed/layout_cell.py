@@ -118,6 +118,7 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    norm_over_heads: bool = False  # of queries and keys, for qk_layernorm
     output_gate: bool = False  # of attention
     no_rope_freq: str | None = None  # layers without rotary positions
     softmax_type: str = "vanilla"
@@ -338,6 +339,7 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama or oss else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        qk_layernorm_over_heads=cell.norm_over_heads,
         attention_output_gate=cell.output_gate,
         no_rope_freq=cell.no_rope_freq,
         softmax_type="learnable" if oss else cell.softmax_type,  # type: ignore[arg-type]
@@ -414,6 +416,7 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        norm_over_heads=cell.norm_over_heads,
         output_gate=cell.output_gate,
         sinks=oss or cell.softmax_type == "learnable",
         expert_layers=expert_layers(cell),

@@ -72,6 +72,24 @@ def test_sinks_with_caps_and_dropout_are_the_oracles(name: str, rank_pools: Rank
     assert_as_expected(cell, result)
 
 
+OVER_HEADS: dict[str, Row] = {
+    "alone": {"cp": 1, "dp": 1, "recompute": "uniform", "key_values": "gqa"},
+    "tp2": {"cp": 1, "dp": 1, "tp": 2, "key_values": "uneven6", "optimizer": "adam", "documents": True},
+    "tp4-sp": {"cp": 1, "dp": 1, "tp": 4, "sequence_parallel": True, "key_values": "few", "recompute": "block"},
+    "tp2-sp-cp2": {"cp": 2, "dp": 1, **SP, "key_values": "mqa", "family": "gemma3", "recompute": "selective"},
+    "tp2-pp2-zero3": {"cp": 1, "dp": 2, "tp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1", "tied": False},
+}
+
+
+@pytest.mark.parametrize("layout", wide_except(OVER_HEADS, ["tp2", "tp2-sp-cp2"]))
+def test_steps_with_norms_over_all_heads_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    """Their sums go over the tensor-parallel ranks, of which several have a group of keys."""
+    row = {"family": "llama", "qk_layernorm": True} | OVER_HEADS[layout]
+    cell = make_cell(row, norm_over_heads=True, dropout=0.1 * (list(OVER_HEADS).index(layout) % 2), steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
 GPT_OSS: dict[str, Row] = {
     "alone": {"cp": 1, "dp": 1, "documents": True, "recompute": "uniform", "micro_batch_size": 2},
     "ep2-tp2-sp": {"cp": 1, "dp": 1, "ep": 2, **SP, "dropout": 0.1, "optimizer": "muon"},

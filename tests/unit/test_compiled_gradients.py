@@ -63,6 +63,7 @@ ELSEWHERE = {
     "_UseOf": "returns a view",
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
     "_WithSink": "in LocalCore, which is not traced",
+    "_OverHeads": "in HeadsNorm, which is not traced",
     "_BlocksOnMeta": "on the meta device, which has no numbers",
     "_InParts": "is not traced: it runs functions of parts that are compiled by themselves",
     "_ActivatedGroupedLinear": "differentiates in backward, which is not traced",

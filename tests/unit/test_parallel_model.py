@@ -116,6 +116,9 @@ CONFIGS = {
     ),
     "llama, clamped": replace(LLAMA, activation_func_clamp_value=0.5),
     "gpt2, geglu with an offset": replace(GPT2, geglu=True, glu_linear_offset=0.25),
+    "llama, norms over all heads": replace(
+        LLAMA, qk_layernorm=True, qk_layernorm_over_heads=True, group_query_attention=True, num_query_groups=2
+    ),
     "gpt2, sinks": replace(GPT2, softmax_type="learnable"),
     "gpt2, off by one": replace(GPT2, softmax_type="off-by-one"),
     "gemma, sinks": replace(GEMMA, softmax_type="learnable"),
