@@ -206,6 +206,29 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "rope_theta": 1e4,
         },
     ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "rope_scaling": _YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gpt-oss-plain": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "default"},
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},

@@ -164,6 +164,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_attention_heads": 16, "num_key_value_heads": "gone"},
         {"kv_groups": 8},
     ),
+    "gpt-oss, all but sizes by default": (
+        "gpt-oss",
+        dict.fromkeys(("rope_parameters", "layer_types", "sliding_window"), "gone")
+        | dict.fromkeys(("swiglu_limit", "num_experts_per_tok"), "gone"),
+        {"rotary_scaling_factor": 32.0, "rotary_base": 150_000.0, "window_size": "127,0", "moe_router_topk": 4}
+        | {"yarn_correction_range_round_to_int": False, "activation_func_clamp_value": 7.0},
+    ),
     "scaling beside its own parameters": (
         "llama",
         {"rope_theta": 99.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -352,7 +359,7 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[1
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in (
-            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe"),
+            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"),
             *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
         )
     ],
@@ -407,6 +414,7 @@ PATTERNS = {
     "groups and their width": ("llama", "(groups width) hidden -> groups", "(width groups) hidden -> groups"),
     "the output's heads": ("qwen3", "hidden (heads width) -> hidden", "hidden (width heads) -> hidden"),
     "what stands together in GPT-2": ("gpt2", "(three heads width)", "(heads three width)"),
+    "gate and up of gpt-oss": ("gpt-oss", "(expert_ffn two)", "(two expert_ffn)"),
     "what stands together in GPT-NeoX": ("gpt-neox", "(heads three width)", "(three heads width)"),
 }
 
@@ -442,6 +450,12 @@ SAID = {
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
     "qwen2-moe": {"moe_router_pre_softmax": False},
+    "gpt-oss": {
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 0.0,
+        "window_size": "6,0",
+        "no_rope_freq": "2",
+    },
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 
