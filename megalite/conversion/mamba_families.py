@@ -1,4 +1,4 @@
-"""Families of Hugging Face models with Mamba-2 layers: Nemotron-H, Bamba."""
+"""Families of Hugging Face models with Mamba-2 layers: Nemotron-H, Bamba, Granite 4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megalite.conversion import config_keys as keys
 from megalite.conversion import layer_keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
-from megalite.conversion.layer_keys import bamba_letters, nemotron_letters, only_with
+from megalite.conversion.layer_keys import bamba_letters, granite_letters, nemotron_letters, only_with
 from megalite.conversion.mapping import DOWN, UP, MappedBox, Rule, linear, norm
 from megalite.conversion.recurrent_rules import mamba, norms
 from megalite.conversion.shared_rules import (
@@ -109,9 +109,9 @@ NEMOTRON_H = Family(
     halves=1,
 )
 
-# ------------------------------------------------------------------------------------------------ Bamba
+# ------------------------------------------------------------------------------------------------ Bamba, Granite 4
 
-_BAMBA_LAYER = "model.layers.{layer}"
+_LAYER = "model.layers.{layer}"
 BAMBA = Family(
     "bamba",
     "BambaForCausalLM",
@@ -139,11 +139,74 @@ BAMBA = Family(
     ),
     RMS_NORM | {"swiglu": True},
     (
-        *norms(f"{_BAMBA_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
-        *mamba(f"{_BAMBA_LAYER}.mamba"),
+        *norms(f"{_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
+        *mamba(f"{_LAYER}.mamba"),
         *attention(),
-        *norm(f"{_BAMBA_LAYER}.pre_ff_layernorm", "mlp_norm"),
-        *gated_mlp(f"{_BAMBA_LAYER}.feed_forward"),
+        *norm(f"{_LAYER}.pre_ff_layernorm", "mlp_norm"),
+        *gated_mlp(f"{_LAYER}.feed_forward"),
         *ends("model.embed_tokens.weight", "model.final_layernorm", "lm_head.weight"),
     ),
+)
+
+
+def _granite_rules(router: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Return the rules of Granite 4, whose router and experts have these names."""
+    shared, experts = f"{_LAYER}.shared_mlp", f"{_LAYER}.block_sparse_moe"
+    of_all = (
+        (f"{experts}.{router}", "experts hidden -> experts hidden", "moe.router"),
+        (f"{experts}.{up}", "experts (two expert_ffn) hidden -> experts two expert_ffn hidden", "moe.gate_up"),
+        (f"{experts}.{down}", "experts hidden expert_ffn -> experts hidden expert_ffn", "moe.down"),
+        (f"{shared}.input_linear.weight", "(two ffn) hidden -> two ffn hidden", "mlp.gate_up"),
+        (f"{shared}.output_linear.weight", "hidden ffn -> hidden ffn", "mlp.down"),
+        (f"{shared}.input_linear.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),
+        (f"{shared}.output_linear.weight", "hidden shared_ffn -> hidden shared_ffn", "moe.shared.down"),
+    )
+    return (
+        *norms(f"{_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
+        *mamba(f"{_LAYER}.mamba"),
+        *attention(),
+        *norm(f"{_LAYER}.post_attention_layernorm", "mlp_norm"),
+        *(Rule(file, pattern, (MappedBox(tensor),)) for file, pattern, tensor in of_all),
+        *ends("model.embed_tokens.weight", "model.norm", "lm_head.weight"),
+    )
+
+
+GRANITE = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    (
+        *OF_ALL,
+        *WIDTHS,
+        layer_keys.granite_layers(),
+        *only_with(MAMBA_LETTER, granite_letters, layer_keys.mamba_norm_epsilon("rms_norm_eps", 1e-6)),
+        key("rms_norm_eps", "norm_epsilon", 1e-6),
+        key("attention_dropout", "attention_dropout", 0.0),
+        fixed("hidden_act", "silu"),  # also of the convolution
+        fixed("attention_bias", False),
+        fixed("normalization_function", "rmsnorm", written=False),
+        tied(False),
+        keys.grouped_queries(),
+        keys.head_width(),
+        layer_keys.optional_rotary(),
+        layer_keys.factor_of_scores(),
+        *(fixed(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        *only_with(
+            MAMBA_LETTER,
+            granite_letters,
+            *layer_keys.bamba_sizes(),
+            fixed("mamba_conv_bias", True),
+            fixed("mamba_proj_bias", False),
+        ),
+        *only_with("-", granite_letters, key("shared_intermediate_size", "ffn_hidden_size", 1024, written="ffn_size")),
+        *only_with(
+            EXPERTS_LETTER,
+            granite_letters,
+            key("shared_intermediate_size", "moe_shared_expert_intermediate_size", 1024),
+            key("intermediate_size", "moe_ffn_hidden_size", written="expert_ffn_size"),
+            key("num_experts_per_tok", "moe_router_topk", 2),
+        ),
+    ),
+    WITHOUT_BIASES | {"swiglu": True},
+    _granite_rules("router.layer.weight", "input_linear.weight", "output_linear.weight"),
+    fused=_granite_rules("router.weight", "experts.gate_up_proj", "experts.down_proj"),
 )

@@ -38,6 +38,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.25,
+}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -163,6 +171,20 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mamba_chunk_size": 16,
             "time_step_limit": (0.3, 1.2),
         },
+    ),
+    "granite": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "granite-dense": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "tie_word_embeddings": True},
     ),
     "qwen3-next": (
         transformers.Qwen3NextConfig,
