@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megalite.config.layer_specs import FeedForward, Mixer
@@ -106,7 +106,7 @@ def _convolution_products(model: ModelConfig, seen: float) -> float:
     return _convolution_weights(model) + (model.short_conv_kernel_dim + 2) * model.hidden_size
 
 
-LAYER_COSTS: Mapping[Mixer | FeedForward, LayerCost] = {
+LAYER_COSTS: dict[Mixer | FeedForward, LayerCost] = {
     "attention": LayerCost(_attention_weights, _attention_products),
     "mamba": LayerCost(_mamba_weights, _mamba_products),
     "gated_delta": LayerCost(_delta_weights, _delta_products),

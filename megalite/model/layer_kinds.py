@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -211,17 +211,17 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
     return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
 
-LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
+def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]) -> LayerKind:
+    """Return a kind of mixer that is no half of a GPT's block. `name`: its name in `LayerSpec`."""
+    return LayerKind(make, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
+
+
+LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
-    "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
-    "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
-    "kimi_delta": LayerKind(make_kimi_delta, "kimi_delta_norm", "kimi_delta_output_norm", "kimi delta output"),
-    "short_convolution": LayerKind(
-        make_short_convolution,
-        "short_convolution_norm",
-        "short_convolution_output_norm",
-        "short convolution output",
-    ),
+    "mamba": mixer_kind("mamba", make_mamba),
+    "gated_delta": mixer_kind("gated_delta", make_gated_delta),
+    "kimi_delta": mixer_kind("kimi_delta", make_kimi_delta),
+    "short_convolution": mixer_kind("short_convolution", make_short_convolution),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import megalite
 from megalite.checkpoint.compatibility import check_same_function, function_of, model_config
 from megalite.config import ModelConfig, dump, load_yaml
 from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
@@ -295,3 +297,20 @@ def test_generation_caches_each_attention() -> None:
     assert network.stage.head is not None
     one_by_one = torch.cat([network.stage.head(hidden) for hidden in found]).transpose(0, 1)
     torch.testing.assert_close(one_by_one[..., :30], logits(network, tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("letter", "name", "problem"),
+    [
+        ("M", "mine", "'M'.*give a letter from a to z or A to Z that is free"),
+        ("D", "mine", "'D'.*that is free"),
+        ("|", "mine", "that is free"),
+        ("xy", "mine", "that is free"),
+        ("x", "mamba", "'mamba'.*give another word"),
+        ("x", "mlp", "give another word"),
+        ("x", "two words", "give another word"),
+    ],
+)
+def test_a_programs_letter_takes_no_others_place(letter: str, name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        megalite.register_layer(letter, name, lambda *_: nn.Identity(), weights=lambda _: 0, products=lambda *_: 0.0)
