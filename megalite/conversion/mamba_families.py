@@ -28,6 +28,8 @@ from megalite.conversion.shared_rules import (
 # ------------------------------------------------------------------------------------------------ Nemotron-H
 
 
+_DOWN_TO_LATENT = "expert_hidden hidden -> expert_hidden hidden"
+_UP_FROM_LATENT = "hidden expert_hidden -> hidden expert_hidden"
 _NEMOTRON = "backbone.layers.{layer}.mixer"
 
 
@@ -42,13 +44,15 @@ def _nemotron_rules(*of_experts: Rule) -> tuple[Rule, ...]:
         router(_NEMOTRON),
         choice_bias(_NEMOTRON),
         *of_experts,
+        Rule(f"{_NEMOTRON}.fc1_latent_proj.weight", _DOWN_TO_LATENT, (MappedBox("moe.latent_down"),)),
+        Rule(f"{_NEMOTRON}.fc2_latent_proj.weight", _UP_FROM_LATENT, (MappedBox("moe.latent_up"),)),
         *not_gated(f"{_NEMOTRON}.shared_experts", "moe.shared", "shared_ffn"),
         *ends("backbone.embeddings.weight", "backbone.norm_f", "lm_head.weight"),
     )
 
 
-_UP_OF_ALL = "experts expert_ffn hidden -> experts expert_ffn hidden"
-_DOWN_OF_ALL = "experts hidden expert_ffn -> experts hidden expert_ffn"
+_UP_OF_ALL = "experts expert_ffn expert_hidden -> experts expert_ffn expert_hidden"
+_DOWN_OF_ALL = "experts expert_hidden expert_ffn -> experts expert_hidden expert_ffn"
 
 NEMOTRON_H = Family(
     "nemotron_h",
@@ -90,6 +94,7 @@ NEMOTRON_H = Family(
             Keys((), lambda _: SIGMOID, lambda _: {}),
             keys.num_experts("n_routed_experts", "num_local_experts"),
             key("num_experts_per_tok", "moe_router_topk", 2),
+            key("moe_latent_size", "moe_latent_size", None),
             key("moe_intermediate_size", "moe_ffn_hidden_size", 7688, written="expert_ffn_size"),
             key("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688),
             key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, written="topk_scaling_factor"),
@@ -99,7 +104,7 @@ NEMOTRON_H = Family(
         ),
     ),
     WITHOUT_BIASES | {"position_embedding_type": "none"},
-    _nemotron_rules(*not_gated(f"{_NEMOTRON}.experts.{{expert}}", "moe", "expert_ffn")),
+    _nemotron_rules(*not_gated(f"{_NEMOTRON}.experts.{{expert}}", "moe", "expert_ffn", "expert_hidden")),
     fused=_nemotron_rules(
         Rule(f"{_NEMOTRON}.experts.up_proj", _UP_OF_ALL, (MappedBox("moe.up"),)),
         Rule(f"{_NEMOTRON}.experts.down_proj", _DOWN_OF_ALL, (MappedBox("moe.down"),)),

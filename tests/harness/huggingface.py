@@ -150,6 +150,21 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_min": 0.5,
         },
     ),
+    "nemotron-3": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 12,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+    ),
     "nemotron-h-dense": (
         transformers.NemotronHConfig,
         {

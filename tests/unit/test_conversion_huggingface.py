@@ -129,7 +129,7 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
-WITHOUT_ROTARY = ("gpt2", "nemotron-h", "granite-dense")
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 

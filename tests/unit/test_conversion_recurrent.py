@@ -146,7 +146,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hybrid_override_pattern": "M" * 10**6, "layers_block_type": "gone"},
         "hybrid_override_pattern is 'MMM",
     ),
-    "a latent width": ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size: experts that work on a narrower latent"),
     "biases": ("nemotron-h", {"use_bias": True}, "use_bias is True, but only False is supported"),
     "another name with another value": (
         "nemotron-h",
