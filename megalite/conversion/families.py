@@ -11,7 +11,7 @@ from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
-from megalite.conversion.mamba_families import BAMBA, NEMOTRON_H
+from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
     rotary,
@@ -35,6 +35,7 @@ from megalite.conversion.shared_rules import (
     fused_experts,
     gated,
     gated_mlp,
+    shared_expert,
 )
 
 # ------------------------------------------------------------------------------------------------ Llama and its like
@@ -147,8 +148,7 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *gated(f"{MLP}.shared_expert", "moe.shared", "shared_ffn"),
-    Rule(f"{MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
+    *shared_expert(MLP),
 )
 QWEN3_MOE = _with_experts(
     _llama_like(
@@ -375,7 +375,7 @@ GPT_NEOX = Family(
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 

@@ -127,7 +127,7 @@ def projections_apart(block: str) -> tuple[Rule, ...]:
 
 
 def projections_by_key_head(block: str) -> tuple[Rule, ...]:
-    """Return the rules for projections that stand together by heads of keys, with those of their values (Qwen3-Next)."""
+    """Return the rules for projections that are together by heads of keys, with those of their values (Qwen3-Next)."""
 
     def values_of(tensor: str, start: int, stop: int, model: ModelConfig, pattern: str | None) -> list[MappedBox]:
         each = model.linear_num_value_heads // model.linear_num_key_heads

@@ -38,9 +38,18 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.25,
+}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-3,  # so that small outputs, and their rounding, are not made large
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 8,
     "partial_rotary_factor": 0.5,
@@ -141,6 +150,21 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_min": 0.5,
         },
     ),
+    "nemotron-3": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 12,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+    ),
     "nemotron-h-dense": (
         transformers.NemotronHConfig,
         {
@@ -162,6 +186,20 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mamba_chunk_size": 16,
             "time_step_limit": (0.3, 1.2),
         },
+    ),
+    "granite": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "granite-dense": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "tie_word_embeddings": True},
     ),
     "qwen3-next": (
         transformers.Qwen3NextConfig,

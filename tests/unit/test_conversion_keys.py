@@ -111,6 +111,7 @@ REQUIRED["glm4_moe"] |= {"n_routed_experts": 16}
 REQUIRED["qwen3_next"] |= {"num_experts": 16}
 REQUIRED["qwen3_5_moe_text"] |= {"num_experts": 16}
 del REQUIRED["qwen3_5_moe_text"]["intermediate_size"]
+REQUIRED["granitemoehybrid"] |= {"rms_norm_eps": 1e-5}
 REQUIRED["nemotron_h"] |= {"n_routed_experts": 16, "hybrid_override_pattern": "ME*-"}
 del REQUIRED["nemotron_h"]["num_hidden_layers"]  # which the pattern says
 """Keys that a config.json must have here, although transformers' classes have sizes of some model for them."""
