@@ -67,11 +67,13 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    output_gate: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
+    latent: int = 0  # width of the routed experts' rows, if it is another than `hidden`
     pattern: str | None = None  # a letter a layer; `expert_layers` then counts the feed-forward layers
     mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # heads, groups, width, state, taps
     delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
@@ -101,6 +103,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.output_gate:
+                found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
         for layer in range(feed_forwards):
             mlp = f"layers.{layer}.mlp."
@@ -109,7 +113,10 @@ class Network:
                 continue
             moe = f"layers.{layer}.moe."
             found[moe + "router"] = ((self.experts, self.hidden), self.std)
-            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn)
+            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn, self.latent or self.hidden)
+            if self.latent:
+                found[moe + "latent_down"] = ((self.latent, self.hidden), self.std)
+                found[moe + "latent_up"] = ((self.hidden, self.latent), small)
             if self.shared_ffn:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
             if self.shared_gate:
@@ -150,12 +157,15 @@ class Network:
             found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
         return found
 
-    def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
-        inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
+    def _feed_forward(
+        self, name: str, several: tuple[int, ...], ffn: int, hidden: int | None = None
+    ) -> dict[str, tuple[tuple[int, ...], float]]:
+        hidden = self.hidden if hidden is None else hidden
+        inner = (2, ffn, hidden) if self.gated else (ffn, hidden)
         small = self.small
         return {
             name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
-            name + "down": ((*several, self.hidden, ffn), small),
+            name + "down": ((*several, hidden, ffn), small),
         }
 
     def _feed_forward_biases(
@@ -183,6 +193,8 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                if self.output_gate:
+                    found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden

@@ -3,12 +3,12 @@
 It imports nothing of megalite, and takes weights by global logical name:
 
     layers.{i}.mamba.z|x [heads, width, hidden]    ...B|C [groups, state, hidden]    ...dt [heads, hidden]
-    layers.{i}.mamba.conv_x|conv_B|conv_C [heads or groups, channels, taps]          ..._bias [heads or groups, channels]
+    layers.{i}.mamba.conv_x|conv_B|conv_C [heads or groups, channels, taps]          ..._bias [same, channels]
     layers.{i}.mamba.dt_bias|A_log|D [heads]       ...norm.weight [heads, width]     ...output [hidden, heads, width]
 
     layers.{i}.gated_delta.query|key [key heads, width, hidden]       ...value|z [heads, value width, hidden]
     layers.{i}.gated_delta.beta|alpha [heads, hidden]                 ...conv_query|conv_key|conv_value [..., taps]
-    layers.{i}.gated_delta.dt_bias|A_log [heads]   ...norm.weight [value width]      ...output [hidden, heads, value width]
+    layers.{i}.gated_delta.dt_bias|A_log [heads]   ...norm.weight [value width]      ...output [hidden, heads, width]
 
 Everything is in the dtype of the weights.
 """

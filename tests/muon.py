@@ -35,13 +35,13 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
     kind = name.split(".")[-1]
     if kind == "key_value":
         return tensor.transpose(0, 1).flatten(1, 2)
-    if kind == "query":
+    if kind in ("query", "gate"):
         return tensor.flatten(0, 1).unsqueeze(0)
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)
     if kind == "gate_up":
         return tensor.flatten(0, -3)
-    if kind in ("up", "down", "router"):
+    if kind in ("up", "down", "router", "latent_down", "latent_up"):
         return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
     return None
 

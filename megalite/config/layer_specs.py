@@ -31,11 +31,13 @@ class LayerSpec:
         feed_forward: kind of the half that processes each token separately; None: the layer has none.
         keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
             all.
+        rotary: True if attention rotates queries and keys, in a network that has rotary positions.
     """
 
     mixer: Mixer | None = "attention"
     feed_forward: FeedForward | None = "dense"
     keys_before: int | None = None
+    rotary: bool = True
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -64,12 +66,11 @@ def count_of_pattern(pattern: str) -> int:
     return len(pattern) - pattern.count(NEXT_STAGE)
 
 
-def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+def specs_of_letters(pattern: str) -> list[LayerSpec]:
+    """Return the description of each letter of a pattern, which may be divided into stages.
 
     Raises:
-        ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
-            layers than there are windows: that of --num-layers.
+        ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
     """
     specs = []
     for place, letter in enumerate(pattern, start=1):
@@ -84,22 +85,28 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
         specs.append(LETTERS[letter])
     if not specs:
         raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    return specs
+
+
+def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers.
+
+    `windows` and `rotary`: `keys_before` and `rotary` of each one, if it is attention.
+
+    Raises:
+        ConfigurationError: a letter has no layer, or there is another number of layers than of windows: that of
+            --num-layers.
+    """
+    specs = specs_of_letters(pattern)
     if len(specs) != len(windows):
         raise ConfigurationError(
             f"{PATTERN_FLAG} {shown(pattern)} has {len(specs)} layers, but --num-layers is {len(windows)}: leave "
             "--num-layers out"
         )
     return tuple(
-        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
-        for spec, before in zip(specs, windows, strict=True)
+        replace(spec, keys_before=before, rotary=rotated) if spec.mixer == "attention" else spec
+        for spec, before, rotated in zip(specs, windows, rotary, strict=True)
     )
-
-
-def stages_of_pattern(pattern: str | None) -> list[int] | None:
-    """Return the number of layers of each stage of a pattern; None if it does not divide them by |."""
-    if pattern is None or NEXT_STAGE not in pattern:
-        return None
-    return [len(stage) for stage in pattern.split(NEXT_STAGE)]
 
 
 def pattern_of(layers: Sequence[LayerSpec]) -> str:

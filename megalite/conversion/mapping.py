@@ -23,6 +23,7 @@ from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
+from megalite.conversion.layers_of_files import numbers_by_layer, recurrent_axis_lengths
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -109,13 +110,15 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "hidden": model.hidden_size,
         "heads": heads,
         "groups": groups,
-        "heads_and_two": heads // groups + 2,
+        "of_group": heads // groups * (1 + model.attention_output_gate) + 2,
         "width": model.head_dim,
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,
         "expert_ffn": model.expert_ffn_size,
+        "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "one": 1,
+        **recurrent_axis_lengths(model),
         "vocabulary": model.vocab_size or 0,
         "positions": model.max_position_embeddings or 0,
         "two": 2,
@@ -123,16 +126,19 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
+def file_tensors(
+    rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]], halves: int = 2
+) -> list[FileTensor]:
     """Return the tensors of a model's files, by the rules of its family.
 
-    `logical`: shapes of the model's logical tensors, by name. Raises CheckpointError if the rules do not store each
-    element of a logical tensor exactly once.
+    `logical`: shapes of the model's logical tensors, by name. `halves`: number of halves of a layer of the files.
+    Raises CheckpointError if the rules do not store each element of a logical tensor exactly once.
     """
     found = []
+    layers = numbers_by_layer(model, halves)
     for rule in rules:
-        for layer in range(model.num_layers) if "{layer}" in rule.file else (None,):
-            found += _file_tensors(rule, model, logical, layer)
+        for layer in range(len(layers)) if "{layer}" in rule.file else (None,):
+            found += _file_tensors(rule, model, logical, layer, {} if layer is None else layers[layer])
     boxes: dict[str, list[Box]] = {name: [] for name in logical}
     for name, box, _ in (each for tensor in found for each in tensor.boxes):
         boxes[name].append(box)
@@ -143,12 +149,17 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
 
 
 def _file_tensors(
-    rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
+    rule: Rule,
+    model: ModelConfig,
+    logical: Mapping[str, tuple[int, ...]],
+    layer: int | None,
+    numbers: Mapping[str, int],
 ) -> list[FileTensor]:
     """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
-    names = [_logical_name(piece.tensor, layer) for piece in pieces]
-    if not all(name in logical for name in names):
+    named = (piece.tensor if layer is None else _name_in_layer(piece.tensor, numbers) for piece in pieces)
+    names = [name for name in named if name is not None and name in logical]
+    if len(names) < len(pieces):
         return []
     lengths = axis_lengths(model)
     axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
@@ -170,12 +181,12 @@ def _file_tensors(
     return found
 
 
-def _logical_name(tensor: str, layer: int | None) -> str:
-    """Return the name of a logical tensor that a rule names, in a layer or outside the layers."""
-    if layer is None:
-        return tensor
+def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
+    """Return the name of a logical tensor that a rule names in a layer; None if the layer has no such tensor."""
     kind = STATE if tensor.startswith(STATE) else ""
-    return f"{kind}layers.{layer}.{tensor.removeprefix(STATE)}"
+    local = tensor.removeprefix(STATE)
+    number = numbers.get(local.partition(".")[0])
+    return None if number is None else f"{kind}layers.{number}.{local}"
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:

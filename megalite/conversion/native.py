@@ -17,7 +17,7 @@ from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_ch
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megalite.config.model import as_gpt, without_stages
+from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
@@ -50,7 +50,7 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
-    model = without_stages(as_gpt(model_config(reader.path, config)))
+    model = as_gpt(model_config(reader.path, config))
     names = {name: name for name in reader.tensors if name.startswith(STATE)}
     if names:
         names = {name: name for name in names if name not in states_of_training(model)}
@@ -123,7 +123,6 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     Raises ConfigurationError if the model cannot be divided in this way.
     """
     check_divides(model, parallel)
-    model = without_stages(model)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
     size = parallel.ranks_needed

@@ -90,6 +90,8 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        rotary=config.layers[layer].rotary,
+        output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None
     return Attention(
@@ -161,6 +163,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
         shared_gate=config.moe_shared_expert_gate and shared is not None,
+        latent=config.moe_latent_size,
         overlaps_shared_experts=config.moe_shared_expert_overlap,
         dispatcher=config.moe_token_dispatcher_type,
         padded=config.moe_pad_expert_input_to_capacity,
@@ -176,9 +179,7 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
 LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
     "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
-    "gated_delta": LayerKind(
-        make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"
-    ),
+    "gated_delta": LayerKind(make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -59,6 +59,11 @@ def test_every_gate_is_a_third_matrix() -> None:
     assert gates[0] == gates[1] > flops_per_token(model(swiglu=False), 40, 10)
 
 
+def test_a_gate_of_attentions_output_is_a_matrix_as_that_of_queries() -> None:
+    gated, plain = (flops_per_token(model(attention_output_gate=on), 40, 10) for on in (True, False))
+    assert gated - plain == 3 * 2 * 2 * (16 * 32)
+
+
 def test_a_window_leaves_what_it_lets_tokens_see() -> None:
     """A window of 4 of 10 tokens: 1 + 2 + 3 + 7 x 4 scores, by the convention without the half of the diagonal."""
     sizes = model(window_size="3,0", window_attn_skip_freq="2")

@@ -131,7 +131,8 @@ class LowerBounds:
             if spec.mixer is not None:
                 dense += LAYER_COSTS[spec.mixer].weights(model)
             if spec.feed_forward == "moe":
-                experts += self._matrices * model.expert_ffn_size * (model.num_experts or 0)
+                matrices = model.activation.matrices * model.expert_hidden_size
+                experts += matrices * model.expert_ffn_size * (model.num_experts or 0)
                 dense += self._matrices * (model.moe_shared_expert_intermediate_size or 0)
             elif spec.feed_forward is not None:
                 dense += self._matrices * model.ffn_size
@@ -210,12 +211,12 @@ class LowerBounds:
             columns = LAYER_COSTS[spec.mixer].weights(model) // (hidden * tensor)
             shapes.append((1, tokens, max(columns // _ALIGNED * _ALIGNED, 1), hidden))
         if spec.feed_forward is not None:
-            rows, width, local = tokens, model.ffn_size // tensor, 1
+            rows, width, local, inner_hidden = tokens, model.ffn_size // tensor, 1, hidden
             if spec.feed_forward == "moe":
                 local = (model.num_experts or 1) // layout.expert
                 rows = tokens * model.moe_router_topk // tensor * layout.expert_tensor
-                width = model.expert_ffn_size // layout.expert_tensor
-            shapes += [(local, rows, (matrices - 1) * width, hidden), (local, rows, hidden, width)]
+                width, inner_hidden = model.expert_ffn_size // layout.expert_tensor, model.expert_hidden_size
+            shapes += [(local, rows, (matrices - 1) * width, inner_hidden), (local, rows, inner_hidden, width)]
             activated = matrices * rows * width
         forward = backward = 0.0
         for batch, count, columns, inner in shapes:
@@ -244,7 +245,7 @@ class LowerBounds:
     def _dispatch(self, layout: Layout, tokens: int) -> float:
         """Return the seconds in which tokens go to the ranks of their experts, and back."""
         model, tensor = self.config.model, layout.tensor
-        size = tokens // tensor * model.moe_router_topk * model.hidden_size * self._itemsize
+        size = tokens // tensor * model.moe_router_topk * model.expert_hidden_size * self._itemsize
         step = max(tensor, layout.expert_tensor)
         ranks = range(0, layout.expert * step, step) if step == layout.expert_tensor else range(layout.expert)
         seconds = self.prices.collective("all-to-all", ranks, size, model.moe_router_topk)

@@ -20,7 +20,7 @@ from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memor
 from megalite.extras.planner.part_costs import priced
 from megalite.extras.planner.parts import Parts, part_records
 from megalite.extras.planner.records import PartRecord
-from megalite.extras.planner.stage_layout import balanced, with_letters_of_pattern
+from megalite.extras.planner.stage_layout import balanced
 from megalite.extras.planner.step import Step, StepTime
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import simulate
@@ -89,7 +89,7 @@ class Planner:
     """Planner of the layouts of a run on a cluster. `config` is the run as its flags have it, with its vocabulary."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
-        self._given, self.config = config.model, with_vocabulary(with_letters_of_pattern(config))
+        self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
         self.prices = Prices(cluster, stack or find_stack(Stack.name))
         self._parts: dict[Hashable, Parts | None] = {}

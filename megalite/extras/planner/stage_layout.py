@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from megalite.config import ParallelConfig, RunConfig
-from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, stages_of_pattern
-from megalite.config.model import without_stages
 from megalite.config.pipeline_layout import AUTO, schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
@@ -24,7 +22,6 @@ from megalite.modules.balance import balance
 from megalite.pipeline.schedules import SCHEDULES, Kind, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
-from megalite.small_files import shown
 from megalite.training.data import known_vocabulary
 
 _GPU = "H100-SXM"
@@ -42,14 +39,6 @@ def balanced(costs: PartCosts, stages: int) -> str:
     return letters(counts)
 
 
-def with_letters_of_pattern(config: RunConfig) -> RunConfig:
-    """Return the same run, with the stages of its pattern as letters of the flag that plans set."""
-    if (layers := stages_of_pattern(config.model.hybrid_layer_pattern)) is None:
-        return config
-    parallel = replace(config.parallel, pipeline_model_parallel_layout=letters(layers))
-    return replace(config, model=without_stages(config.model), parallel=parallel)
-
-
 def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[str, ...]]:
     """Return a run whose stages are written out, for --pipeline-model-parallel-layout auto or auto:FILE, and notes.
 
@@ -60,11 +49,6 @@ def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[st
         ConfigurationError: the flags contradict each other, or the layers cannot be divided into these stages.
     """
     parallel, layers = config.parallel, config.model.num_layers
-    if stages_of_pattern(pattern := config.model.hybrid_layer_pattern) is not None:
-        raise ConfigurationError(
-            f"{PATTERN_FLAG} {shown(pattern or '')} says by {NEXT_STAGE} what each stage contains: leave "
-            f"{_FLAG} {AUTO} out, or {NEXT_STAGE}"
-        )
     file = (parallel.pipeline_model_parallel_layout or "").partition(":")[2]
     without = replace(parallel, pipeline_model_parallel_layout=None)
     chunks = virtual_stages(config.model, without)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megalite.config import RunConfig
-from megalite.config.layer_specs import stages_of_pattern
 from megalite.config.parse import parse_arguments
-from megalite.config.pipeline_layout import layers_of_letters, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import layers_of_letters, stage_layers
 from megalite.config.validate import resolve
-from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.dry_run import dry_run
 from megalite.extras.planner.flags import layout_flags, without_layout
@@ -97,7 +96,7 @@ def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
     config, notes = with_stages(run(flags), 2)
     layout = config.parallel.pipeline_model_parallel_layout
     assert layout is not None
-    first, last = layers_of_letters(layout, 8)
+    first, last = layers_of_letters(layout, config.model)
     assert first > 4 > last
     assert not notes
     assert [stage.layers for stage in stage_layers(config.model, config.parallel)] == [first, last]
@@ -112,21 +111,19 @@ def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
     assert slowest([first, last]) == min(slowest([count, 8 - count]) for count in range(9))
 
 
-def test_stages_are_said_once() -> None:
-    flags = f"--hybrid-layer-pattern M|- {MAMBA} --pp 2 --pipeline-model-parallel-layout auto"
-    with pytest.raises(ConfigurationError, match=r"'M\|-' says by \| what each stage contains: leave .* auto out"):
-        with_stages(run(flags), 2)
-
-
-def test_the_flags_of_a_plan_have_its_stages() -> None:
-    """Those of a pattern become letters of another flag, in the flags and in a file, which search may set."""
-    argv = [*FLAGS.split(), *SIZE, "--hybrid-layer-pattern=--|M-M-", *MAMBA.split()]
-    planner = Planner(own([*argv, "--pp", "2"]), GPU, 2)
-    plan = planner.plan(planner.config)
-    assert stages_of_pattern(plan.config.model.hybrid_layer_pattern) is None
-    for base in (without_layout(argv), argv):  # the latter as if they stood in a file
-        words = [word for flag in layout_flags(plan.config, own([*base, *SIZE])) for word in flag]
+def test_the_flags_of_a_plan_have_its_stages(tmp_path: Path) -> None:
+    """Those of a pattern become letters of another flag, which a search may set, also in place of those of a file."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {hybrid_layer_pattern: '--|M-M-'}\n")
+    for given in (["--hybrid-layer-pattern=--|M-M-"], ["--config", str(file)]):
+        argv = [*FLAGS.split(), *MAMBA.split(), *given]
+        planner = Planner(own([*argv, *SIZE, "--pp", "2"]), GPU, 2)
+        plan = planner.plan(planner.config)
+        base = own([*without_layout(argv), *SIZE])
+        words = [word for flag in layout_flags(plan.config, base) for word in flag]
         found = resolve(own([*without_layout(argv), *words]), 2)
         assert [stage.layers for stage in stage_layers(found.model, found.parallel)] == [2, 4]
-        assert ("--hybrid-layer-pattern=--M-M-" in words) == (base == argv)
-    assert virtual_stages(plan.config.model, plan.config.parallel) == 1
+        one = planner.on(replace(plan.layout, pipeline=1, chunks=1))
+        words = [word for flag in layout_flags(one, base) for word in flag]
+        found = resolve(own([*without_layout(argv), *words]), 2)
+        assert [stage.layers for stage in stage_layers(found.model, found.parallel)] == [6]
