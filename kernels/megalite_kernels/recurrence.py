@@ -31,7 +31,7 @@ from megalite_kernels.chunks import Chunks, Segment
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
-__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -44,19 +44,25 @@ class Scan(Protocol):
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """Output of a recurrence, the state after all tokens, and what backward needs beside the inputs."""
 
     output: Tensor
     last: Tensor
-    saved: list[Tensor]
+    saved: Sequence[Tensor]
 
 
 @dataclass
 class Kept:
-    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+    """Place for the results of a recurrence, so that another call with the same inputs takes them from there."""
 
-    found: _Found | None = None
+    found: Found | None = None
+
+    def take(self) -> Found:
+        """Return the results, which are no longer here."""
+        assert self.found is not None
+        found, self.found = self.found, None
+        return found
 
 
 def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def recurrence(
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
-        kept: where the results are left, or taken from by another call with the same arguments.
+        kept: where the results are left, or taken from if they are there.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
@@ -242,7 +248,7 @@ class _FromZero:
         return part.chunks.cut(output)
 
 
-def _forward(parts: Sequence[_Part], state: Tensor | None, delta: bool, scan: Scan | None) -> _Found:
+def _forward(parts: Sequence[_Part], state: Tensor | None, delta: bool, scan: Scan | None) -> Found:
     """Compute all segments. What backward needs is the state before each chunk; with a scan, the maps as well."""
     _, *heads, width = parts[0].inputs.value.shape
     states = [part.new(part.inputs.key.shape[3], width) for part in parts]
@@ -259,7 +265,7 @@ def _forward(parts: Sequence[_Part], state: Tensor | None, delta: bool, scan: Sc
         outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
         last = advance(*runs[-1].map, entering[-1])
         of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
-    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
+    return Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
 
 
 class _Recurrence(torch.autograd.Function):
@@ -281,8 +287,9 @@ class _Recurrence(torch.autograd.Function):
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value, decay, step
-        found = None if kept is None else kept.found
-        if found is None:
+        if kept is not None and kept.found is not None:
+            found = kept.take()
+        else:
             found = _forward(_parts(segments, inputs, chunk, delta), state, delta, scan)
             if kept is not None:
                 kept.found = found

@@ -24,7 +24,7 @@ from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piec
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Kept, Segment, recurrence, step_once
+from megalite_kernels.recurrence import Found, Kept, Segment, recurrence, step_once
 
 
 class RecurrentCache:
@@ -116,9 +116,10 @@ class RecurrentCore(nn.Module):
             halos = tokens_before(mixed, self.taps - 1, self.over, context.layout)
         if not (self.recompute and torch.is_grad_enabled()):
             return mix(mixed, *others, Run(context, None, halos))
-        run = Run(context, None, halos, Kept())
-        output: Tensor = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
-        return output
+        run = Run(context, None, halos, kept := Kept())
+        output = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
+        held: Tensor = _Held.apply(output, kept)
+        return held
 
     def convolve(self, input: Tensor, run: Run) -> Tensor:
         """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
@@ -165,6 +166,23 @@ class RecurrentCore(nn.Module):
             kept=run.kept,
         )
         return output
+
+
+class _Held(torch.autograd.Function):
+    """The output of a recomputed layer, which saves the results of the recurrence until they are needed again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, kept: Kept) -> Tensor:
+        found = kept.take()
+        ctx.save_for_backward(*(each.detach() for each in (found.output, found.last, *found.saved)))
+        ctx.kept = kept
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        output, last, *saved = ctx.saved_tensors
+        ctx.kept.found = Found(output, last, saved)
+        return gradients[0], None
 
 
 def segments_of(context: LayerContext) -> list[Segment]:

@@ -70,6 +70,29 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
         assert memory.total - GPU.gpu.reserved == pytest.approx(wanted.peak, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("letter", "projected", "inner", "state", "chunk"),
+    [
+        ("M", 2 * 1024 + 2 * 4 * 64 + 16, 1024, 16 * 64 * 64, 128),
+        ("G", 2 * 256 + 2 * 512 + 2 * 8, 512, 8 * 64 * 64, 64),
+    ],
+)
+def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
+    letter: str, projected: int, inner: int, state: int, chunk: int
+) -> None:
+    """Also the inputs of its norm and its two products, the output of the recurrence, and of each sum in fp32 one
+    number for a token of the norm, one state for a chunk and the last state."""
+    flags = f"--hybrid-layer-pattern {letter} {MAMBA if letter == 'M' else DELTA}"
+    kept = []
+    for more in ("--recompute-activations", ""):
+        planner = Planner(run(f"{flags} {more}"), GPU, 1)
+        parts = planner.parts(resolve(planner.config, 1))
+        assert parts is not None
+        kept.append(parts.layers[0].kept)
+    wanted = 1024 * (2 * (projected + 2 * inner + 2 * 512) + 4) + 4 * state * (1024 // chunk + 1)
+    assert kept[0] == wanted < kept[1] / 2
+
+
 @pytest.mark.wide_except("dense")
 @pytest.mark.parametrize(
     "flags",
