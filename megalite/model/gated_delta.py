@@ -18,13 +18,10 @@ from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
-from megalite.model.recurrent import LogOfUniform, RecurrentCore, Run, of_heads, of_parts, taps_of
+from megalite.model.recurrent import LogOfUniform, RecurrentCore, Run, of_heads, of_length_one, of_parts, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Normal
-
-LENGTH_EPSILON = 1e-6
-"""Number added to the squared length of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,8 @@ class GatedDelta(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        keys, values = self.key_heads * self.sizes.key_width, self.heads * self.sizes.value_width
+        sizes = self.sizes
+        keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
         *others, mixed = self.input(hidden).split([values, self.heads, self.heads, values + 2 * keys], dim=-1)
         return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self))
 
@@ -106,7 +104,7 @@ class GatedDelta(nn.Module):
         keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
         value, query, key = self.core.convolve(mixed, run).split([values, keys, keys], dim=-1)
         query, key = (each.unflatten(-1, (self.key_heads, sizes.key_width)) for each in (query, key))
-        query, key = _of_length_one(query, sizes.key_width**-0.5), _of_length_one(key, 1.0)
+        query, key = of_length_one(query, sizes.key_width**-0.5), of_length_one(key, 1.0)
         value = value.unflatten(-1, (self.heads, sizes.value_width))
         wide = self.dt_bias.dtype
         decay = -self.A_log.exp() * F.softplus(alpha.to(wide) + self.dt_bias)
@@ -115,10 +113,3 @@ class GatedDelta(nn.Module):
         gate = gate.unflatten(-1, (self.heads, sizes.value_width))
         gated = (output.to(wide) * F.silu(gate.to(wide))).to(output.dtype)
         return gated.flatten(-2)
-
-
-def _of_length_one(heads: Tensor, factor: float) -> Tensor:
-    """Divide each head [..., width] by its length, in fp32 or wider, and multiply it with `factor`."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    inverse = (wide.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
-    return (wide * (inverse * factor)).to(heads.dtype)

@@ -113,9 +113,9 @@ class Mamba(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        inner = self.heads * self.sizes.width
-        projected = self.input(hidden)
-        gate, raw, mixed = projected.split([inner, self.heads, projected.shape[-1] - inner - self.heads], dim=-1)
+        sizes = self.sizes
+        inner, shared = self.heads * sizes.width, self.groups * sizes.state
+        gate, raw, mixed = self.input(hidden).split([inner, self.heads, inner + 2 * shared], dim=-1)
         return self.output(self.core.run(self._mix, mixed, gate, raw, context=context, owner=self))
 
     def _mix(self, mixed: Tensor, gate: Tensor, raw: Tensor, run: Run) -> Tensor:

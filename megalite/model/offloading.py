@@ -11,9 +11,7 @@ from torch import nn
 from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.model.attention import Attention
 from megalite.model.block import Block
-from megalite.model.gated_delta import GatedDelta
 from megalite.model.gpt import GPT
-from megalite.model.mamba import Mamba
 from megalite.model.moe import Experts, MoE
 from megalite.model.recurrent import RecurrentCore
 from megalite.offload.activations import ActivationOffload, around, within_module
@@ -129,8 +127,8 @@ def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
     found: dict[OffloadModule, nn.Module | None] = {"attn_norm": block.input_norm, "mlp_norm": block.mlp_norm}
     if isinstance(mixer := block.attention, Attention):
         found |= {"qkv_linear": mixer.query_key_value, "core_attn": mixer, "attn_proj": mixer.output}
-    elif isinstance(mixer, Mamba | GatedDelta):
-        found |= {"qkv_linear": mixer.input, "core_attn": mixer.core, "attn_proj": mixer.output}
+    elif isinstance(core := getattr(mixer, "core", None), RecurrentCore):
+        found |= {"qkv_linear": mixer.input, "core_attn": core, "attn_proj": mixer.output}
     if isinstance(block.mlp, MoE):
         found |= dict.fromkeys(MODULES_OF_EXPERTS, block.mlp.experts)
     return {name: module for name, module in found.items() if module is not None}

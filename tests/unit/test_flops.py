@@ -178,3 +178,12 @@ def test_a_chunk_is_no_longer_than_the_sequence() -> None:
         for length in (64, 4096, 8)
     )
     assert long == longer > short
+
+
+def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:
+    kinds = {"hybrid_layer_pattern": "LK", "kda_num_heads": 3, "kda_head_dim": 8, "kda_chunk_size": 4}
+    per_token = flops_per_token(model(**kinds), 40, 10)
+    convolution = 4 * 16 * 16 + (3 + 2) * 16
+    matrices = 16 * (4 * 24 + 2 * 8 + 3) + 2 * 8 * 24
+    kimi = matrices + 4 * 3 * 24 + 5 * 2 * 24 + 3 * 24 * 8  # a token meets half a chunk, 2 tokens
+    assert per_token == 3 * 2 * (convolution + kimi + 16 * 40)
