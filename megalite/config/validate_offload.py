@@ -11,7 +11,6 @@ from megalite.config.pipeline_layout import layers_of_ranks, stage_layers
 from megalite.config.run import RunConfig
 from megalite.small_files import shown
 
-
 _WITH_CORE = {"attention", "mamba", "gated_delta", "kimi_delta"}
 """Mixers with projections, a core and an output layer that may offload."""
 

@@ -125,7 +125,8 @@ def _block(layer: nn.Module) -> Block:
 def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
     """Return the modules of a layer that may offload what they save. Recurrent layers have the parts of attention."""
     found: dict[OffloadModule, nn.Module | None] = {"attn_norm": block.input_norm, "mlp_norm": block.mlp_norm}
-    if isinstance(mixer := block.attention, Attention):
+    mixer: Any = block.attention
+    if isinstance(mixer, Attention):
         found |= {"qkv_linear": mixer.query_key_value, "core_attn": mixer, "attn_proj": mixer.output}
     elif isinstance(core := getattr(mixer, "core", None), RecurrentCore):
         found |= {"qkv_linear": mixer.input, "core_attn": core, "attn_proj": mixer.output}
