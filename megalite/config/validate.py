@@ -460,10 +460,8 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
-        yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
+    if (pattern := model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
+        yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
