@@ -64,6 +64,8 @@ All other arguments that are not fields describe the run, not the network. If on
 the check of the tensors finds this.
 """
 _PATTERN = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
+"""Value of --spec that Megatron-LM's networks with a pattern have."""
 _FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
     window_attn_skip_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size
     seq_length"""
@@ -132,10 +134,11 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if model.num_experts is not None and model.add_bias_linear:
         problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
-    if DELTA_LETTER in (model.hybrid_layer_pattern or "") and (
-        model.normalization != "RMSNorm" or model.apply_layernorm_1p
-    ):
-        problems.append(f"  {DELTA_LETTER} with another norm than RMSNorm, or with --apply-layernorm-1p: {_NO_NETWORK}")
+    if DELTA_LETTER in (model.hybrid_layer_pattern or ""):  # whose norm and activation are the network's there
+        if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
+            problems.append(f"  {DELTA_LETTER} without RMSNorm, or with --apply-layernorm-1p: {_NO_NETWORK}")
+        if not model.swiglu:
+            problems.append(f"  {DELTA_LETTER} without --swiglu: {_NO_NETWORK}")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
@@ -325,7 +328,7 @@ def arguments_of(
     if (pattern := model.hybrid_layer_pattern) is not None:
         names = [name for letter, names in _OF_LETTERS.items() if letter in pattern for name in names.split()]
         arguments |= {name: getattr(model, name) for name in names}
-        arguments |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True}
+        arguments |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True, "spec": list(_SPEC)}
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
     if different:

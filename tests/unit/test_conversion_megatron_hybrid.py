@@ -87,8 +87,8 @@ def test_arguments_of_runs_describe_patterns() -> None:
     """Read both names of the pattern, with stages, and what else a run with one has."""
     written = vars(arguments_of(pattern("M*-G"), {}, 32, 56))
     assert written["hybrid_layer_pattern"] == "M*-G"
-    spec = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
-    of_run = {"spec": spec, "is_hybrid_model": True, "moe_layer_freq": 1, "linear_attention_freq": None}
+    assert written["spec"] == ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    of_run = {"moe_layer_freq": 1, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
     old = written | of_run | {"hybrid_layer_pattern": None, "hybrid_override_pattern": "M*|-G", "num_layers": None}
     assert model_of(old) == replace(model_of(written), vocab_size=None)
     assert {fate.kind for fate in argument_fates(old)} == {"used", "noted"}
@@ -103,8 +103,9 @@ def test_arguments_of_runs_describe_patterns() -> None:
         ({"hybrid_layer_pattern": None}, "--is-hybrid-model True: megalite has no such network"),
         ({"spec": ["my.layers", "spec"]}, "--spec"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: megalite has no such network"),
-        ({"normalization": "LayerNorm"}, "G with another norm than RMSNorm"),
-        ({"apply_layernorm_1p": True}, "G with another norm than RMSNorm, or with --apply-layernorm-1p"),
+        ({"normalization": "LayerNorm"}, "G without RMSNorm, or with"),
+        ({"apply_layernorm_1p": True}, "G without RMSNorm, or with --apply-layernorm-1p"),
+        ({"swiglu": False, "squared_relu": True}, "G without --swiglu"),
         ({"mamba_num_groups": 5}, "is not a multiple of --mamba-num-groups 5"),
     ],
 )
