@@ -73,6 +73,7 @@ class Network:
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
+    latent: int = 0  # width of the routed experts' rows, if it is another than `hidden`
     pattern: str | None = None  # a letter a layer; `expert_layers` then counts the feed-forward layers
     mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # heads, groups, width, state, taps
     delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
@@ -112,7 +113,10 @@ class Network:
                 continue
             moe = f"layers.{layer}.moe."
             found[moe + "router"] = ((self.experts, self.hidden), self.std)
-            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn)
+            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn, self.latent or self.hidden)
+            if self.latent:
+                found[moe + "latent_down"] = ((self.latent, self.hidden), self.std)
+                found[moe + "latent_up"] = ((self.hidden, self.latent), small)
             if self.shared_ffn:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
             if self.shared_gate:
@@ -153,12 +157,15 @@ class Network:
             found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
         return found
 
-    def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
-        inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
+    def _feed_forward(
+        self, name: str, several: tuple[int, ...], ffn: int, hidden: int | None = None
+    ) -> dict[str, tuple[tuple[int, ...], float]]:
+        hidden = self.hidden if hidden is None else hidden
+        inner = (2, ffn, hidden) if self.gated else (ffn, hidden)
         small = self.small
         return {
             name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
-            name + "down": ((*several, self.hidden, ffn), small),
+            name + "down": ((*several, hidden, ffn), small),
         }
 
     def _feed_forward_biases(

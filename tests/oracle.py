@@ -51,6 +51,7 @@ class Routing:
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -64,6 +65,7 @@ class Oracle(Rotary):
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
@@ -107,6 +109,8 @@ class Oracle(Rotary):
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
             model = self if window is None or base is None else self.in_windows(base)
+            if place in self.unrotated:
+                model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
@@ -208,7 +212,9 @@ class Oracle(Rotary):
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        inputs = Inputs(
+            routing.biases.get(name), routing.padding, routing.replayed.get(name), routing.offsets.get(name)
+        )
         output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output

@@ -20,14 +20,15 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite_kernels.chunks import Chunks, Documents, Segment
+from megalite_kernels.chunks import Chunks, Segment
+from megalite_kernels.launch import chunk_elements
+from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
 __all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
@@ -80,15 +81,15 @@ def recurrence(
         delta: take the delta rule.
         chunk: tokens in a chunk.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
-        state: the state that enters the first segment, without a gradient; None for zeros.
+        state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
-    chunks = Chunks([Segment(range(len(query)), None)] if segments is None else segments, chunk)
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, chunks, delta, scan)
+    segments = [Segment(range(len(query)), None)] if segments is None else segments
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan)
     return output, last
 
 
@@ -116,121 +117,115 @@ def step_once(
     return (wide_query @ state).squeeze(2).unsqueeze(0).to(value.dtype), state
 
 
-@dataclass
-class _Prepared:
-    """What of the chunks does not depend on states. Heads of all samples stand one after another.
+class _Part:
+    """A segment's tokens, in blocks of chunks, whose matrices a processor's cache can hold.
 
     Attributes:
-        query, key: [chunks, heads, chunk, key width].
-        value: [chunks, heads, chunk, value width].
-        step: [chunks, heads, chunk].
-        pairs: L, [chunks, heads, chunk, chunk].
-        inflow: factor of the entering state for each token, [chunks, heads, chunk].
-        outflow: factor of what each token adds in the leaving state, [chunks, heads, chunk].
-        keep: factor of the entering state in the leaving one, [chunks, heads].
-        scores: query key^T * L, [chunks, heads, chunk, chunk].
-        system: of the delta rule, step * key key^T * L; only what lies below the diagonal counts.
-        added: what tokens add to the state if no state enters, [chunks, heads, chunk, value width].
-        reads: of the delta rule, what must be subtracted from it for an entering state, [chunks, heads, chunk, key
-            width], to be multiplied with the state.
-        gains: e^(c_last - c) * key, [chunks, heads, chunk, key width].
+        chunks: the segment's chunks.
+        blocks: the chunks of each block.
+        inputs: the segment's tokens, padded to whole chunks.
+        wide: the dtype of sums.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    step: Tensor
-    pairs: Tensor
-    inflow: Tensor
-    outflow: Tensor
-    keep: Tensor
-    scores: Tensor
-    system: Tensor | None
-    added: Tensor
-    reads: Tensor | None
-    gains: Tensor
+    def __init__(self, segment: Segment, inputs: Sequence[Tensor], chunk: int, delta: bool) -> None:
+        self.chunks = Chunks(segment, chunk)
+        self.inputs = Inputs(*map(self.chunks.pad, inputs))
+        self.wide = torch.promote_types(torch.promote_types(inputs[2].dtype, inputs[3].dtype), torch.float32)
+        self._delta = delta
+        _, batch, heads, width = self.inputs.value.shape
+        of_chunk = batch * heads * chunk * max(chunk, width, self.inputs.key.shape[3])
+        most = chunk_elements(self.inputs.value.device) // 2 // of_chunk  # half: there are many such tensors
+        self.blocks = list(self.chunks.blocks(max(1, most)))
+
+    def new(self, *shape: int) -> Tensor:
+        """Return memory for matrices of all heads of each chunk, [chunks, batch * heads, ...]."""
+        _, batch, heads, _ = self.inputs.value.shape
+        return self.inputs.value.new_empty(self.chunks.count, batch * heads, *shape, dtype=self.wide)
+
+    def split(self, block: slice, padded: Tensor) -> Tensor:
+        """Take these chunks of padded tokens."""
+        return self.chunks.split(padded, block, self.wide)
+
+    def prepare(self, block: slice) -> Block:
+        """Compute what of these chunks does not depend on states."""
+        inputs = Inputs(*(self.split(block, each) for each in self.inputs))
+        return prepare(inputs, self.chunks.documents(block), self.inputs.value.shape[1], self._delta)
+
+    def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all chunks from the state before them, and write that before each into `states`.
+
+        Returns:
+            The outputs, and the state after the last chunk.
+        """
+        output = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
+        for own in self.blocks:
+            block = self.prepare(own)
+            state = block.run(states[own], state)
+            self.chunks.join(output, own, block.output(states[own]))
+        return self.chunks.cut(output), state
+
+    def reached(self, reach: Tensor, grad_output: Tensor) -> Tensor:
+        """Return the gradient of the state before the chunks, if that of the state after them is zero.
+
+        Args:
+            reach: see `_FromZero`.
+        """
+        parts = [reach[own].mT @ self.split(own, grad_output) for own in self.blocks]
+        return torch.cat(parts).sum(dim=0)
+
+    def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Go back through all chunks with the gradient of the state after them.
+
+        Returns:
+            The gradients of the inputs, and that of the state before the chunks.
+        """
+        grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in self.inputs))
+        for own in reversed(self.blocks):
+            found, gradient = go_back(self.prepare(own), states[own], self.split(own, grad_output), gradient)
+            for target, of_chunks in zip(grads, found, strict=True):
+                self.chunks.join(target, own, of_chunks)
+        return [self.chunks.cut(each) for each in grads], gradient
 
 
-def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, chunks: Chunks, delta: bool
-) -> _Prepared:
-    """Compute all that does not depend on states. Inputs are those of `recurrence`."""
-    wide = torch.promote_types(decay.dtype, torch.float32)
-    batch, shared = query.shape[1], value.shape[2] // key.shape[2]
-    query, key, value, decay, step = (chunks.split(each, wide) for each in (query, key, value, decay, step))
-    total = decay.cumsum(dim=-1)
-    pairs, inflow, outflow, keep = _factors(total, chunks.documents(), batch)
-    scores = _for_heads(query @ key.mT, shared) * pairs
-    products = _for_heads(key @ key.mT, shared) if delta else None
-    query, key = _for_heads(query, shared), _for_heads(key, shared)
-    added, reads, system = value * step.unsqueeze(-1), None, None
-    if products is not None:
-        system = products * pairs * step.unsqueeze(-1)
-        right = torch.cat([added, key * (step * inflow).unsqueeze(-1)], dim=-1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        added, reads = (each.contiguous() for each in solved.split([value.shape[-1], key.shape[-1]], dim=-1))
-    gains = key * outflow.unsqueeze(-1)
-    return _Prepared(query, key, value, step, pairs, inflow, outflow, keep, scores, system, added, reads, gains)
+class _FromZero:
+    """A segment as if no state entered it, until `enter`.
 
+    What a state adds is linear: matrix @ state to the state before each chunk, and `reach` @ state to the outputs. So
+    the gradient of the state before the segment needs no way back through it.
 
-def _factors(total: Tensor, documents: Documents | None, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `pairs`, `inflow`, `outflow` and `keep` of `_Prepared` from the cumulative sum of the decay.
-
-    What is not seen is masked before the exponential: there it could overflow.
+    Attributes:
+        map: matrix and offset of `advance`, without a dimension of samples.
+        reach: [chunks, heads, chunk, key width].
     """
-    size, last = total.shape[-1], total[..., -1:]
-    differences = total.unsqueeze(-1) - total.unsqueeze(-2)
-    later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
-    inflow, outflow, keep = total.clone(), last - total, last.squeeze(-1).clone()
-    if documents is not None:
-        later = later | documents.apart
-        inflow.unflatten(1, (batch, -1)).masked_fill_(~documents.enters, -torch.inf)
-        outflow.unflatten(1, (batch, -1)).masked_fill_(~documents.leaves, -torch.inf)
-        keep.unflatten(1, (batch, -1)).masked_fill_(~documents.survives, -torch.inf)
-    differences.unflatten(1, (batch, -1)).masked_fill_(later, -torch.inf)
-    return differences.exp_(), inflow.exp_(), outflow.exp_(), keep.exp_()
 
+    def __init__(self, part: _Part, states: Tensor) -> None:
+        width, key_width = part.inputs.value.shape[3], part.inputs.key.shape[3]
+        self._part, self._states, self._matrices = part, states, []
+        self._output = part.new(part.chunks.size, width)
+        self.reach = part.new(part.chunks.size, key_width)
+        state, matrix = torch.zeros_like(states[0]), None
+        for own in part.blocks:
+            block = part.prepare(own)
+            state = block.run(states[own], state)
+            matrices, matrix = block.matrices(matrix)
+            self._output[own] = block.output(states[own])
+            self.reach[own] = block.reach(matrices)
+            self._matrices.append(matrices)
+        assert matrix is not None
+        self.map = matrix, state
 
-def _for_heads(of_key_heads: Tensor, shared: int) -> Tensor:
-    """Repeat each key head for the heads that share it: [chunks, key heads, ...] to [chunks, heads, ...]."""
-    return of_key_heads if shared == 1 else of_key_heads.repeat_interleave(shared, dim=1)
-
-
-def _of_key_heads(of_heads: Tensor, shared: int) -> Tensor:
-    """Add up over the heads that share a key head: the adjoint of `_for_heads`."""
-    return of_heads if shared == 1 else of_heads.unflatten(1, (-1, shared)).sum(dim=2)
-
-
-def _run(prepared: _Prepared, states: Tensor, chunks: range, state: Tensor) -> Tensor:
-    """Write the state that enters each of these chunks into `states`, and complete `added`. Return the last state."""
-    keep = prepared.keep[..., None, None]
-    for i in chunks:
-        states[i] = state
-        if prepared.reads is not None:
-            prepared.added[i].baddbmm_(prepared.reads[i], state, alpha=-1)
-        state = torch.baddbmm(keep[i] * state, prepared.gains[i].mT, prepared.added[i])
-    return state
-
-
-def _map(prepared: _Prepared, chunks: range) -> tuple[Tensor, Tensor]:
-    """Return matrix and offset of the map of these chunks, [heads, ...]: see `advance`."""
-    keep, width = prepared.keep[..., None, None], prepared.key.shape[-1]
-    heads, one = len(keep[0]), torch.ones_like(keep[0])
-    matrix = one if prepared.reads is None else one * torch.eye(width, dtype=one.dtype, device=one.device)
-    offset = one.new_zeros(heads, width, prepared.value.shape[-1])
-    for i in chunks:
-        gains, added = prepared.gains[i].mT, prepared.added[i]
-        if prepared.reads is None:
-            matrix = keep[i] * matrix
-        else:
-            added = torch.baddbmm(added, prepared.reads[i], offset, alpha=-1)
-            matrix = torch.baddbmm(keep[i] * matrix, gains, prepared.reads[i] @ matrix, alpha=-1)
-        offset = torch.baddbmm(keep[i] * offset, gains, added)
-    return matrix, offset
+    def enter(self, state: Tensor) -> Tensor:
+        """Let a state enter, and return the outputs."""
+        part = self._part
+        output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
+        for own, matrices in zip(part.blocks, self._matrices, strict=True):
+            self._states[own] = advance(matrices, self._states[own], state)
+            part.chunks.join(output, own, self._output[own] + self.reach[own] @ state)
+        return part.chunks.cut(output)
 
 
 class _Recurrence(torch.autograd.Function):
-    """Recurrence in chunks, which saves its inputs and the state before each chunk."""
+    """Recurrence that saves its inputs and the state before each chunk; with a scan also what entering states reach."""
 
     @staticmethod
     def forward(
@@ -241,124 +236,63 @@ class _Recurrence(torch.autograd.Function):
         decay: Tensor,
         step: Tensor,
         state: Tensor | None,
-        chunks: Chunks,
+        segments: Sequence[Segment],
+        chunk: int,
         delta: bool,
         scan: Scan | None,
     ) -> tuple[Tensor, Tensor]:
-        prepared = _prepare(query, key, value, decay, step, chunks, delta)
-        heads, widths = value.shape[1:3], (key.shape[3], value.shape[3])
-        states = prepared.keep.new_empty(*prepared.keep.shape, *widths)
-        last = states.new_zeros(*heads, *widths) if state is None else state.to(states.dtype)
-        entering, matrices = [last], []
-        if scan is not None:
-            maps = [tuple(each.unflatten(0, heads) for each in _map(prepared, run)) for run in chunks.of_segment]
-            entering, matrices = scan.entering(maps, delta), [matrix for matrix, _ in maps]
-        for i, run in enumerate(chunks.of_segment):
-            if i < len(entering):
-                last = entering[i]
-            last = _run(prepared, states, run, last.flatten(0, 1)).unflatten(0, heads)
-        output = (prepared.query @ states) * prepared.inflow.unsqueeze(-1) + prepared.scores @ prepared.added
-        ctx.save_for_backward(query, key, value, decay, step, states, *matrices)
-        ctx.chunks, ctx.delta, ctx.scan = chunks, delta, scan
+        inputs = query, key, value, decay, step
+        parts, heads = _parts(segments, inputs, chunk, delta), value.shape[1:3]
+        states = [part.new(key.shape[3], value.shape[3]) for part in parts]
+        last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
+        outputs, of_maps = [], []
+        if scan is None:
+            for part, own in zip(parts, states, strict=True):
+                output, last = part.run(own, last)
+                outputs.append(output)
+        else:
+            runs = [_FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+            maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+            entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+            outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+            last = advance(*runs[-1].map, entering[-1])
+            of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
+        last = last.unflatten(0, heads)
+        ctx.save_for_backward(*inputs, *states, *of_maps)
+        ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
         ctx.mark_non_differentiable(last)
-        return chunks.join(output, heads[0], value.dtype), last
+        return _joined(outputs), last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, decay, step, states, *matrices = ctx.saved_tensors
-        chunks, shared = ctx.chunks, value.shape[2] // key.shape[2]
-        prepared = _prepare(query, key, value, decay, step, chunks, ctx.delta)
-        if prepared.reads is not None:
-            prepared.added.sub_(prepared.reads @ states)
-        gradient = chunks.split(grad_output, states.dtype)
-        grad_added = prepared.scores.mT @ gradient
-        grad_states = (prepared.query * prepared.inflow.unsqueeze(-1)).mT @ gradient
-        leaving = _leaving(prepared, grad_added, grad_states, matrices, ctx, value.shape[1:3])
-        found = _gradients(prepared, states, gradient, grad_added, leaving, shared)
-        inputs = (query, key, value, decay, step)
-        return *(chunks.join(one, query.shape[1], of.dtype) for one, of in zip(found, inputs, strict=True)), *[None] * 4
+        inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        parts, heads = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
+        count = len(parts)
+        states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        incoming = [
+            part.chunks.pad(own)
+            for part, own in zip(parts, grad_output.split([len(tokens) for tokens, _ in ctx.segments]), strict=True)
+        ]
+        gradient, leaving = torch.zeros_like(states[0][0]), []
+        if ctx.scan is not None:
+            of_parts = zip(parts, reaches, incoming, strict=True)
+            offsets = [part.reached(reach, own).unflatten(0, heads) for part, reach, own in of_parts]
+            maps = list(zip(matrices, offsets, strict=True))
+            leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
+        found: list[list[Tensor]] = []
+        for i in reversed(range(count)):
+            grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
+            found.insert(0, grads)
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 5
 
 
-def _leaving(
-    prepared: _Prepared, grad_added: Tensor, grad_states: Tensor, matrices: list[Tensor], ctx: Any, heads: torch.Size
-) -> Tensor:
-    """Return the gradient of the state after each chunk, [chunks, heads, ...], and complete `grad_added`.
-
-    Args:
-        grad_added: gradient of `added` without what comes from later chunks.
-        grad_states: gradient of the state before each chunk, likewise.
-        matrices: of the segments' maps, if there is a scan.
-    """
-    leaving, zero = torch.empty_like(grad_states), torch.zeros_like(grad_states[0])
-    segments = ctx.chunks.of_segment
-    given: list[Tensor] = []
-    if ctx.scan is not None:
-        offsets = [_reverse(prepared, grad_added.clone(), grad_states, leaving, run, zero) for run in segments]
-        maps = [(matrix, offset.unflatten(0, heads)) for matrix, offset in zip(matrices, offsets, strict=True)]
-        given = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
-    current = zero
-    for i, run in reversed(list(enumerate(segments))):
-        current = _reverse(prepared, grad_added, grad_states, leaving, run, given[i] if given else current)
-    return leaving
+def _parts(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[_Part]:
+    """Cut the tokens of all segments into those of each."""
+    lengths = [len(tokens) for tokens, _ in segments]
+    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
+    return [_Part(segment, own, chunk, delta) for segment, own in of_segments]
 
 
-def _reverse(
-    prepared: _Prepared, grad_added: Tensor, grad_states: Tensor, leaving: Tensor, chunks: range, gradient: Tensor
-) -> Tensor:
-    """Go back through chunks with the gradient of the state after them, and return that of the state before them."""
-    keep = prepared.keep[..., None, None]
-    for i in reversed(chunks):
-        leaving[i] = gradient
-        grad_added[i].baddbmm_(prepared.gains[i], gradient)
-        gradient = keep[i] * gradient + grad_states[i]
-        if prepared.reads is not None:
-            gradient.baddbmm_(prepared.reads[i].mT, grad_added[i], alpha=-1)
-    return gradient
-
-
-def _gradients(
-    prepared: _Prepared, states: Tensor, gradient: Tensor, grad_added: Tensor, leaving: Tensor, shared: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, decay and step, arranged as chunks.
-
-    The gradient of each factor e^x is one of x when multiplied with the factor. All are gathered as one of c.
-    """
-    query, key, value, step = prepared.query, prepared.key, prepared.value, prepared.step.unsqueeze(-1)
-    inflow, outflow = prepared.inflow.unsqueeze(-1), prepared.outflow.unsqueeze(-1)
-    grad_scores = gradient @ prepared.added.mT
-    through = grad_scores * prepared.scores
-    grad_products = grad_scores * prepared.pairs
-    grad_query = (gradient @ states.mT) * inflow
-    grad_key = (prepared.added @ leaving.mT) * outflow
-    of_outflow = (grad_key * key).sum(dim=-1)
-    grad_total = (grad_query * query).sum(dim=-1) - of_outflow
-    grad_last = of_outflow.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * prepared.keep
-    grad_right, grad_step = grad_added, None
-    symmetric = None
-    if prepared.system is not None:
-        grad_right = torch.linalg.solve_triangular(prepared.system.mT, grad_added, upper=True, unitriangular=True)
-        read = (grad_right @ states.mT) * inflow
-        of_read = (read * key).sum(dim=-1)
-        grad_system = (grad_right @ prepared.added.mT).tril(-1).neg_()
-        of_step = grad_system * prepared.pairs
-        products = _for_heads(key[:, ::shared] @ key[:, ::shared].mT, shared)
-        grad_step = (of_step * products).sum(dim=-1) - of_read
-        through = through + grad_system * prepared.system
-        symmetric = of_step * step
-        grad_total = grad_total - of_read * prepared.step
-        grad_key = grad_key - read * step
-    of_value = (grad_right * value).sum(dim=-1)
-    grad_step = of_value if grad_step is None else grad_step + of_value
-    through = through.tril(-1)
-    grad_total = grad_total + through.sum(dim=-1) - through.sum(dim=-2)
-    grad_total[..., -1] += grad_last
-    grad_decay = grad_total.flip(-1).cumsum(dim=-1).flip(-1)
-    query, key = query[:, ::shared], key[:, ::shared]
-    grad_products = _of_key_heads(grad_products, shared)
-    grad_query = _of_key_heads(grad_query, shared) + grad_products @ key
-    grad_key = _of_key_heads(grad_key, shared) + grad_products.mT @ query
-    if symmetric is not None:
-        symmetric = _of_key_heads(symmetric, shared)
-        grad_key = grad_key + (symmetric + symmetric.mT) @ key
-    return grad_query, grad_key, grad_right * step, grad_decay, grad_step
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]

@@ -24,6 +24,7 @@ Section = TypeVar("Section")
 NOT_THE_FUNCTION = {
     *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
     *("mamba_chunk_size", "linear_chunk_size"),
@@ -119,6 +120,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
         values["window_rotary_base"] = None
+    unrotated = [not layer.rotary for layer in model.layers if layer.mixer == "attention"]
+    values["no_rope_freq"] = unrotated if model.rotary and any(unrotated) else None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
@@ -130,6 +133,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
     elif model.yarn_attention_factor is not None:
         values |= dict.fromkeys(("mscale", "mscale_all_dim"))
+    values["moe_router_load_balancing_type"] = "quantile_balancing" if model.balances_by_quantiles else "another"
     values["moe_layer_freq"] = [layer.feed_forward == "moe" for layer in model.layers]
     if model.num_experts is None:
         values |= dict.fromkeys(name for name in values if name.startswith("moe_"))

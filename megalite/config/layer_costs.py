@@ -39,14 +39,19 @@ def _dense_weights(model: ModelConfig) -> int:
 
 
 def _experts_weights(model: ModelConfig) -> int:
-    widths = (model.num_experts or 0) * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
-    return model.activation.matrices * model.hidden_size * widths
+    return _experts(model, model.num_experts or 0)
+
+
+def _experts(model: ModelConfig, used: int) -> int:
+    """Return the elements of so many experts, of the shared ones, and of the matrices around a latent width."""
+    routed = used * model.expert_ffn_size * model.expert_hidden_size
+    shared = (model.moe_shared_expert_intermediate_size or 0) * model.hidden_size
+    return model.activation.matrices * (routed + shared) + 2 * (model.moe_latent_size or 0) * model.hidden_size
 
 
 def _experts_products(model: ModelConfig, seen: float) -> float:
-    widths = model.moe_router_topk * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
     router = (model.num_experts or 0) + model.moe_shared_expert_gate
-    return model.hidden_size * (model.activation.matrices * widths + router)
+    return _experts(model, model.moe_router_topk) + model.hidden_size * router
 
 
 def _mamba_weights(model: ModelConfig) -> int:

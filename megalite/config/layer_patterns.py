@@ -1,4 +1,4 @@
-"""Layers with sliding windows and layers with experts, from Megatron-LM's flags that describe patterns of layers."""
+"""Layers with windows, with experts and without rotary positions, from Megatron-LM's flags for patterns of layers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,22 @@ def layers_with_experts(experts: int | None, layer_freq: str | None, layers: int
         return [layer % int(layer_freq) == 0 for layer in range(layers)]
     words = "N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0"
     return _pattern("--moe-layer-freq", layer_freq, words, layers)
+
+
+def layers_without_rotation(freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether its queries and keys are not rotated.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    if freq is None:
+        return [False] * layers
+    if re.fullmatch(r"\d{1,15}", freq) and int(freq) > 0:
+        if layers % int(freq):
+            raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
+        return [(layer + 1) % int(freq) == 0 for layer in range(layers)]
+    words = "N, for every N-th layer without rotation, or a 1 (without) or a 0"
+    return _pattern("--no-rope-freq", freq, words, layers)
 
 
 def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:

@@ -31,11 +31,13 @@ class LayerSpec:
         feed_forward: kind of the half that processes each token separately; None: the layer has none.
         keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
             all.
+        rotary: True if attention rotates queries and keys, in a network that has rotary positions.
     """
 
     mixer: Mixer | None = "attention"
     feed_forward: FeedForward | None = "dense"
     keys_before: int | None = None
+    rotary: bool = True
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -86,8 +88,10 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
     return specs
 
 
-def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a pattern's layers. `windows`: `keys_before` of each one, if it is attention.
+def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a pattern's layers.
+
+    `windows` and `rotary`: `keys_before` and `rotary` of each one, if it is attention.
 
     Raises:
         ConfigurationError: a letter has no layer, or there is another number of layers than of windows: that of
@@ -100,8 +104,8 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None]) -> tuple[Layer
             "--num-layers out"
         )
     return tuple(
-        replace(spec, keys_before=before) if spec.mixer == "attention" else spec
-        for spec, before in zip(specs, windows, strict=True)
+        replace(spec, keys_before=before, rotary=rotated) if spec.mixer == "attention" else spec
+        for spec, before, rotated in zip(specs, windows, rotary, strict=True)
     )
 
 

@@ -17,7 +17,7 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
+from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
 from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -25,7 +25,7 @@ from megalite.small_files import shown
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ModelConfig:
     """Width of each expert; unset: ffn-hidden-size."""
     moe_router_topk: PositiveInt = 2
     """Experts that each token chooses."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from a token's logits to the scores of the experts."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, without renormalization; off: over the chosen experts."""
@@ -153,7 +153,8 @@ class ModelConfig:
     """Change of the bias per step."""
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
     """Balancing losses: per micro-batch (aux_loss), per sequence (seq_aux_loss), or with the loads of the previous step
-    (global_aux_loss). sinkhorn: no loss, but choices that are even within a micro-batch (arXiv:2202.01169)."""
+    (global_aux_loss). Without a loss: sinkhorn, choices that are even within a micro-batch (arXiv:2202.01169);
+    quantile_balancing, offsets of the logits by which samples of the previous steps would have chosen evenly."""
     moe_aux_loss_coeff: tuple[NonNegativeFloat, ...] = (0.0,)
     """Weight of each balancing loss, in the same order."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
@@ -223,6 +224,14 @@ class ModelConfig:
     attention_output_gate: bool = False
     """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
     (Qwen3-Next)."""
+    no_rope_freq: str | None = None
+    """Layers whose queries and keys are not rotated: N means every N-th; or a list of 1 (not rotated) or 0 per layer,
+    like ([0]*3+[1])*6; unset: none."""
+    moe_latent_size: PositiveInt | None = None
+    """Width of tokens at the routed experts: a matrix before them narrows the tokens, and one after them widens their
+    sum (Nemotron 3); unset: hidden-size."""
+    moe_router_quantile_balancing_ema: ShareBelowOne = 0.0
+    """Share of its old value that each step leaves of an offset of quantile_balancing."""
 
     @property
     def rotary(self) -> bool:
@@ -243,12 +252,13 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows)
+            return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
-            for before, has_experts in zip(windows, experts, strict=True)
+            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
         )
 
     @property
@@ -297,6 +307,16 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Width of an expert; with a gate, the width of each half."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that routed experts process."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    @property
+    def balances_by_quantiles(self) -> bool:
+        """True if routers take an offset from each expert's logits before the choice."""
+        return "quantile_balancing" in self.moe_router_load_balancing_type and self.num_experts is not None
 
     @property
     def topk_scaling_factor(self) -> float:
@@ -348,5 +368,6 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         num_layers=len(mixers),
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
         hybrid_layer_pattern=None,
     )

@@ -35,6 +35,7 @@ from megalite.config.validate_model import (
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -102,7 +103,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
-        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
+        yield (
+            "model",
+            "moe_router_pre_softmax",
+            f", since --moe-router-score-function is {config.model.moe_router_score_function}",
+        )
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
@@ -398,7 +403,7 @@ def _experts(config: RunConfig) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn"):
+            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
@@ -457,7 +462,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if (pattern := model.hybrid_layer_pattern) is not None:
         if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
+            yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
         yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
@@ -467,6 +472,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    yield from uneven_recurrent_widths(model, tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:

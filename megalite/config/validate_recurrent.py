@@ -36,12 +36,17 @@ def _mamba(model: ModelConfig) -> Iterator[str]:
         yield f"--mamba-dt-max {model.mamba_dt_max} is less than --mamba-dt-min {model.mamba_dt_min}"
 
 
-def uneven_recurrent_widths(model: ModelConfig) -> dict[str, int]:
-    """Return the widths of recurrent layers that tensor-parallel ranks must split evenly, by their names."""
-    kinds = {layer.mixer for layer in model.layers}
-    widths: dict[str, int] = {}
+def uneven_recurrent_widths(model: ModelConfig, ranks: int) -> Iterator[str]:
+    """Yield a line for each kind of recurrent layer whose heads so many tensor-parallel ranks cannot share."""
+    kinds, flag = {layer.mixer for layer in model.layers}, f"--tensor-model-parallel-size {ranks}"
+    sizes = []
     if "mamba" in kinds:
-        widths |= {"Mamba-2 heads": model.mamba_heads, "Mamba-2 groups": model.mamba_num_groups}
+        sizes.append(("Mamba-2 heads", model.mamba_heads, "--mamba-num-groups", model.mamba_num_groups))
     if "gated_delta" in kinds:
-        widths["key heads of the gated delta net"] = model.linear_num_key_heads
-    return widths
+        heads, keys = model.linear_num_value_heads, model.linear_num_key_heads
+        sizes.append(("heads of the gated delta net", heads, "--linear-num-key-heads", keys))
+    for what, heads, name, groups in sizes:
+        if heads % ranks:
+            yield f"{flag} does not divide the {what}, {heads}"
+        elif groups % ranks and ranks % groups:
+            yield f"{flag} is neither a divisor nor a multiple of {name} {groups}: ranks cannot share them evenly"

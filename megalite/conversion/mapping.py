@@ -115,6 +115,7 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,
         "expert_ffn": model.expert_ffn_size,
+        "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "one": 1,
         **recurrent_axis_lengths(model),

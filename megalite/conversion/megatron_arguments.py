@@ -29,7 +29,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate"""
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate
+    moe_latent_size"""
 """Further fields of this kind, which have a meaning only if there are experts."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",
@@ -45,10 +46,11 @@ _OF_LETTERS = {
         linear_num_value_heads""",
 }
 """Further fields of this kind, which have a meaning only if a pattern has the letter."""
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 _SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
+_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale mrope_section
     activation_func_clamp_value heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
     moe_latent_size"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
@@ -67,8 +69,8 @@ _PATTERN = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 """Value of --spec that Megatron-LM's networks with a pattern have."""
 _FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
-    window_attn_skip_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size
-    seq_length"""
+    window_attn_skip_freq no_rope_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu
+    vocab_size seq_length"""
 """Arguments that are read beside fields."""
 _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_train_samples consumed_valid_samples
     cpu_offloading data_parallel_size expert_gtp_weight_remat_size fp4 fp8 grpo_samples_per_iteration
@@ -107,12 +109,14 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
     values |= _window(arguments)
+    if arguments.get("no_rope_freq"):  # 0 means none
+        values["no_rope_freq"] = _text(arguments["no_rope_freq"])
     values |= _experts(arguments)
     values |= _layers(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
-    if values.get("num_experts") and kinds == "sinkhorn":
-        values["moe_router_load_balancing_type"] = ("sinkhorn",)
-    elif values.get("num_experts") and isinstance(kinds, list) and "sinkhorn" in kinds:
+    if values.get("num_experts") and kinds in _WITHOUT_LOSS:
+        values["moe_router_load_balancing_type"] = (kinds,)
+    elif values.get("num_experts") and isinstance(kinds, list) and set(_WITHOUT_LOSS) & set(kinds):
         unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
@@ -301,6 +305,7 @@ def arguments_of(
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "window_size": next(((before, 0) for before in windows if before is not None), None),
         "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
+        "no_rope_freq": [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq is not None else None,
         "seq_length": sequence_length or model.max_position_embeddings,
         "max_position_embeddings": model.max_position_embeddings or sequence_length,
         "vocab_size": (model.vocab_size or 0) - _more_tokens(data.get("tokenizer_type")),
@@ -319,6 +324,8 @@ def arguments_of(
     if model.num_experts is not None:
         with_experts = [int(layer.feed_forward == "moe") for layer in model.layers]
         arguments |= {name: getattr(model, name) for name in _OF_EXPERTS.split()}
+        if model.balances_by_quantiles:
+            arguments["moe_router_load_balancing_type"] = "quantile_balancing"
         arguments |= {
             "moe_ffn_hidden_size": model.expert_ffn_size,
             "moe_layer_freq": 1 if all(with_experts) else with_experts,

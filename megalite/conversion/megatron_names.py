@@ -46,12 +46,19 @@ def _experts() -> tuple[Rule, ...]:
     rules = (
         (_MLP + "router.weight", "experts hidden -> experts hidden", "moe.router"),
         (_MLP + "router.expert_bias", "experts -> experts", "state/moe.expert_bias"),
-        (experts + "1.weight", "experts (two expert_ffn) hidden -> experts two expert_ffn hidden", "moe.gate_up"),
-        (experts + "1.weight", "experts expert_ffn hidden -> experts expert_ffn hidden", "moe.up"),
-        (experts + "2.weight", "experts hidden expert_ffn -> experts hidden expert_ffn", "moe.down"),
+        (_MLP + "router.qb_beta", "experts -> experts", "state/moe.quantile_offset"),
+        (
+            experts + "1.weight",
+            "experts (two expert_ffn) expert_hidden -> experts two expert_ffn expert_hidden",
+            "moe.gate_up",
+        ),
+        (experts + "1.weight", "experts expert_ffn expert_hidden -> experts expert_ffn expert_hidden", "moe.up"),
+        (experts + "2.weight", "experts expert_hidden expert_ffn -> experts expert_hidden expert_ffn", "moe.down"),
         (shared + "linear_fc1.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),
         (shared + "linear_fc1.weight", "shared_ffn hidden -> shared_ffn hidden", "moe.shared.up"),
         (shared + "linear_fc2.weight", "hidden shared_ffn -> hidden shared_ffn", "moe.shared.down"),
+        (_MLP + "fc1_latent_proj.weight", "expert_hidden hidden -> expert_hidden hidden", "moe.latent_down"),
+        (_MLP + "fc2_latent_proj.weight", "hidden expert_hidden -> hidden expert_hidden", "moe.latent_up"),
         (shared + "gate_weight", "one hidden -> one hidden", "moe.shared_gate"),
     )
     return tuple(Rule(file, pattern, (MappedBox(tensor),)) for file, pattern, tensor in rules)

@@ -67,7 +67,8 @@ def tensors_of_training(model: ModelConfig) -> dict[str, LogicalTensor]:
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the logical tensors on which a network's function depends, as `tensors_of_training` does."""
-    without_losses = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    kinds = model.moe_router_load_balancing_type if model.balances_by_quantiles else ("none",)
+    without_losses = replace(model, moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=(0.0,))
     return {name: tensor.shape for name, tensor in tensors_of_training(without_losses).items()}
 
 

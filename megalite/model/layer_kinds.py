@@ -90,6 +90,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        rotary=config.layers[layer].rotary,
         output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None
@@ -160,6 +161,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
         shared_gate=config.moe_shared_expert_gate and shared is not None,
+        latent=config.moe_latent_size,
         overlaps_shared_experts=config.moe_shared_expert_overlap,
         dispatcher=config.moe_token_dispatcher_type,
         padded=config.moe_pad_expert_input_to_capacity,

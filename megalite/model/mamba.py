@@ -22,8 +22,10 @@ from megalite.model.recurrent import (
     RecurrentCache,
     RecurrentCore,
     StepBias,
-    by_heads,
+    SumOverSharers,
     of_heads,
+    of_parts,
+    sharers,
     taps_of,
 )
 from megalite.parallel.context import ParallelContext
@@ -66,8 +68,9 @@ class Mamba(nn.Module):
         super().__init__()
         self.sizes = sizes
         heads, groups, width, state, hidden = sizes.heads, sizes.groups, sizes.width, sizes.state, sizes.hidden
-        ranks = context.group("heads").size
-        self.heads, self.groups = heads // ranks, groups // ranks
+        self.over, self.sharers = context.group("heads"), sharers(context, groups)
+        ranks = self.over.size
+        self.heads, self.groups = heads // ranks, max(groups // ranks, 1)
 
         def projection(part: str, count: int, each: int) -> LogicalTensor:
             matrix = "heads width hidden -> 1 (heads width) hidden"
@@ -75,22 +78,22 @@ class Mamba(nn.Module):
 
         step = LogicalTensor(f"{name}.dt", (heads, hidden), Normal(sizes.std), True, "heads hidden -> 1 heads hidden")
         parts = [("x", heads, width), ("B", groups, state), ("C", groups, state)]
-        self.input = ColumnParallelLinear(
-            context,
-            "heads",
-            [by_heads(context, [projection("z", heads, width), *(projection(*part) for part in parts), step])],
-        )
+        own = [projection("z", heads, width), step, projection(*parts[0])]
+        weights = of_parts(context, own, [projection(*part) for part in parts[1:]])
+        self.input = ColumnParallelLinear(context, "heads", weights)
         taps = sizes.taps
+        convolved = [
+            LogicalTensor(f"{name}.conv_{part}", (count, each, taps), taps_of((count, each, taps), taps), True)
+            for part, count, each in parts
+        ]
+        biases = [
+            LogicalTensor(f"{name}.conv_{part}_bias", (count, each), taps_of((count, each), taps), False)
+            for part, count, each in parts
+        ]
         self.core = RecurrentCore(
             context,
-            [
-                LogicalTensor(f"{name}.conv_{part}", (count, each, taps), taps_of((count, each, taps), taps), True)
-                for part, count, each in parts
-            ],
-            [
-                LogicalTensor(f"{name}.conv_{part}_bias", (count, each), taps_of((count, each), taps), False)
-                for part, count, each in parts
-            ],
+            of_parts(context, convolved[:1], convolved[1:]),
+            of_parts(context, biases[:1], biases[1:], columns=0),
             taps=taps,
             delta=False,
             chunk=sizes.chunk,
@@ -111,7 +114,7 @@ class Mamba(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
         inner, shared = self.heads * sizes.width, self.groups * sizes.state
-        gate, mixed, raw = self.input(hidden).split([inner, inner + 2 * shared, self.heads], dim=-1)
+        gate, raw, mixed = self.input(hidden).split([inner, self.heads, inner + 2 * shared], dim=-1)
         mixed = self.core.convolve(mixed, context, cache)
         x, b, c = mixed.split([inner, shared, shared], dim=-1)
         x = x.unflatten(-1, (self.heads, sizes.width))
@@ -129,6 +132,9 @@ class Mamba(nn.Module):
         """Gate [tokens, batch, heads * width], and normalize the channels of each group."""
         wide = torch.promote_types(y.dtype, torch.float32)
         gated = (y.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (self.groups, -1))
-        ones = torch.ones(gated.shape[-1], dtype=wide, device=y.device)
-        normed = norm(gated, ones, None, NORM_EPSILON).flatten(-2)
-        return (normed * self.norm_weight).to(y.dtype)
+        if len(self.sharers) == 1:
+            normed = norm(gated, torch.ones(gated.shape[-1], dtype=wide, device=y.device), None, NORM_EPSILON)
+        else:
+            squares = SumOverSharers.apply(gated.square().sum(-1, keepdim=True), self.over, self.sharers)
+            normed = gated * (squares / (len(self.sharers) * gated.shape[-1]) + NORM_EPSILON).rsqrt()
+        return (normed.flatten(-2) * self.norm_weight).to(y.dtype)

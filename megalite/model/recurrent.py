@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
-from megalite.parallel.context import ParallelContext
+from megalite.parallel import collectives
+from megalite.parallel.context import AXES, ParallelContext
+from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
-from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Sharding
+from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piece, Sharding
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
@@ -47,8 +50,8 @@ class RecurrentCore(nn.Module):
     def __init__(
         self,
         context: ParallelContext,
-        weights: Sequence[LogicalTensor],
-        biases: Sequence[LogicalTensor],
+        weights: Sequence[Sharding],
+        biases: Sequence[Sharding],
         *,
         taps: int,
         delta: bool,
@@ -57,14 +60,13 @@ class RecurrentCore(nn.Module):
         """Make the layer.
 
         Args:
-            weights: parts of the convolution, [heads, ..., taps] each, in the order of its channels.
-            biases: those of its biases, [heads, ...]; none without biases.
+            weights: places of the convolution's weight, in the order of its channels; see `of_parts`.
+            biases: those of its bias; none without one.
             delta: see `recurrence`, as `chunk`.
         """
         super().__init__()
-        self.weight = context.parameter(stacked([context.split(part, {0: "heads"}) for part in weights]))
-        bias = [context.split(part, {0: "heads"}, columns=0) for part in biases]
-        self.bias = context.parameter(stacked(bias)) if bias else None
+        self.weights = nn.ParameterList(map(context.parameter, weights))
+        self.biases = nn.ParameterList(map(context.parameter, biases))
         self.taps, self.delta, self.chunk = taps, delta, chunk
         group = context.mesh.group("cp")
         self.over = group if group.size > 1 else None
@@ -74,6 +76,13 @@ class RecurrentCore(nn.Module):
         """The collectives of forward with the other context-parallel ranks."""
         return [] if self.over is None else list(INSIDE if self.taps > 1 else INSIDE[1:])
 
+    def _taps(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [channels, taps] and the bias [channels] of the convolution."""
+        weight, bias = list(self.weights), list(self.biases)
+        if len(weight) == 1:
+            return weight[0], bias[0] if bias else None
+        return torch.cat(weight), torch.cat(bias) if bias else None
+
     def convolve(self, input: Tensor, context: LayerContext, cache: RecurrentCache | None) -> Tensor:
         """Apply the convolution and SiLU to this rank's tokens [tokens, batch, channels]."""
         if cache is not None and context.cache is not None:
@@ -81,16 +90,16 @@ class RecurrentCore(nn.Module):
         segments, halos = segments_of(context), None
         if self.over is not None and self.taps > 1:
             halos = tokens_before(input, self.taps - 1, self.over, context.layout)
-        return short_convolution(input, self.weight, self.bias, segments, halos)
+        return short_convolution(input, *self._taps(), segments, halos)
 
     def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
         """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
         tail = input.new_zeros(self.taps - 1, *input.shape[1:]) if cache.tail is None else cache.tail
         if len(input) == 1 and real is None:
-            output, cache.tail = convolution_step(input, self.weight, self.bias, tail)
+            output, cache.tail = convolution_step(input, *self._taps(), tail)
             return output
         whole = torch.cat([tail, input])
-        output = short_convolution(input, self.weight, self.bias, None, [tail])
+        output = short_convolution(input, *self._taps(), None, [tail])
         if real is None:
             cache.tail = whole[len(input) :]
         else:
@@ -134,9 +143,62 @@ def segments_of(context: LayerContext) -> list[Segment]:
     return [Segment(run, None if first is None else first[:, run.start : run.stop]) for run in context.layout.runs]
 
 
-def by_heads(context: ParallelContext, parts: Sequence[LogicalTensor]) -> Sharding:
-    """Place the parts of a fused projection, [heads, ..., hidden] each: heads are split within each part."""
-    return stacked([context.split(part, {0: "heads"}) for part in parts])
+def of_parts(
+    context: ParallelContext, own: Sequence[LogicalTensor], grouped: Sequence[LogicalTensor], *, columns: int = 1
+) -> list[Sharding]:
+    """Place parts that are fused into one tensor; each has its heads or groups first, and is split by them.
+
+    Args:
+        own: parts by head, [heads, ...].
+        grouped: parts by group, [groups, ...], each group for equally many consecutive heads. If there are fewer groups
+            than ranks, ranks have copies, in a second tensor, and each computes a part of their gradient.
+        columns: as of `ParallelContext.split`.
+    """
+    heads = [context.split(part, {0: "heads"}, columns=columns) for part in own]
+    over = context.group("heads")
+    if sharers(context, grouped[0].shape[0]) == over.ranks[over.rank : over.rank + 1]:
+        groups = [context.split(part, {0: "heads"}, columns=columns) for part in grouped]
+        return [stacked([*heads, *groups])]
+    return [stacked(heads), stacked([_copied(context, part, columns) for part in grouped])]
+
+
+def sharers(context: ParallelContext, groups: int) -> tuple[int, ...]:
+    """Return the ranks that have heads of the same group as this rank: itself alone if each has complete groups."""
+    over = context.group("heads")
+    each = max(over.size // groups, 1)
+    first = over.rank // each * each
+    return over.ranks[first : first + each]
+
+
+def _copied(context: ParallelContext, tensor: LogicalTensor, columns: int) -> Sharding:
+    """Place the one group of a tensor [groups, ...] that this rank shares with others."""
+    over = context.group("heads")
+    size = (1, *tensor.shape[1:])
+    box = Box((over.rank * tensor.shape[0] // over.size, *(0,) * (len(size) - 1)), size)
+    cut = len(size) - columns
+    shape = (math.prod(size[:cut]), math.prod(size[cut:])) if columns else (math.prod(size),)
+    splits = tuple((0, axis) for axis in AXES["heads"])
+    piece = Piece(tensor, box, 0, shape[0], splits)
+    return Sharding(shape, (piece,), sharers(context, tensor.shape[0]), grad_is_partial=True)
+
+
+class SumOverSharers(torch.autograd.Function):
+    """Sum of a tensor over the ranks that share a group, in rank order. Its gradient is summed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, over: Group, ranks: tuple[int, ...]) -> Tensor:
+        ctx.over, ctx.ranks = over, ranks
+        return _summed(input, over, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _summed(gradients[0], ctx.over, ctx.ranks), None, None
+
+
+def _summed(input: Tensor, over: Group, ranks: tuple[int, ...]) -> Tensor:
+    gathered = collectives.all_gather(input.unsqueeze(0), over)
+    first = over.ranks.index(ranks[0])
+    return gathered[first : first + len(ranks)].sum(0)
 
 
 def of_heads(name: str, heads: int, initial: Drawn | Constant) -> LogicalTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
-from tests.experts_oracle import Experts
+from tests.experts_oracle import SEPARATE_SCORES, Experts
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
 from tests.mixers_oracle import Mixers
@@ -32,9 +33,9 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
-MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4)}
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
 """Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
-DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
 """Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
@@ -51,13 +52,17 @@ EXPERTS: dict[str, Experts] = {
     ),
     "switch": Experts(topk=1, score="pre_softmax", capacity_factor=0.8, losses={"seq_aux_loss": 0.7}, z_loss=0.2),
     "s-base": Experts(topk=1, score="sigmoid", evened_samples=1, z_loss=0.1),
+    "nemotron": Experts(topk=3, score="sqrtsoftplus", scaling=1.5, losses={"seq_aux_loss": 0.4}, bias_rate=0.05),
+    "kimi": Experts(topk=3, score="sigmoid", quantile_ema=0.25),
 }
 """Families with experts; switch is made of gpt2, with biases and a limited capacity, the others of llama."""
 EXPERT_LAYERS = {"mixtral": (0, 1, 2, 3), "deepseek": (1, 2, 3), "switch": (0, 2), "s-base": (1, 3)}
-NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4, "s-base": 4}
-EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20, "s-base": 8}
-SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12, "s-base": 0}
-LLAMAS = ("llama", "mixtral", "deepseek", "s-base")
+EXPERT_LAYERS |= {"nemotron": (0, 2, 3), "kimi": (0, 1, 3)}
+NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4, "s-base": 4, "nemotron": 8, "kimi": 8}
+EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20, "s-base": 8, "nemotron": 12, "kimi": 8}
+SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12, "s-base": 0, "nemotron": 16, "kimi": 0}
+LATENT = {"nemotron": 6}
+LLAMAS = ("llama", "mixtral", "deepseek", "s-base", "nemotron", "kimi")
 RECOMPUTE = {
     "none": Recompute(),
     "selective": Recompute(attention=True),
@@ -116,6 +121,7 @@ class Cell:
     key_values: str = "mha"
     qk_layernorm: bool = False
     output_gate: bool = False  # of attention
+    no_rope_freq: str | None = None  # layers without rotary positions
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -336,6 +342,7 @@ def model_config(cell: Cell) -> ModelConfig:
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
         attention_output_gate=cell.output_gate,
+        no_rope_freq=cell.no_rope_freq,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -369,12 +376,13 @@ def expert_options(cell: Cell) -> dict[str, Any]:
     experts, having = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
     groups, chosen, scores = experts.groups or (None, None, None)
     losses = experts.losses if experts.evened_samples is None else {"sinkhorn": 0.0}
+    losses = losses if experts.quantile_ema is None else {"quantile_balancing": 0.0}
     return {
         "num_experts": NUM_EXPERTS[cell.family],
         "moe_layer_freq": None if cell.pattern else str([int(layer in having) for layer in range(LAYERS)]),
         "moe_ffn_hidden_size": EXPERT_FFN[cell.family],
         "moe_router_topk": experts.topk,
-        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
+        "moe_router_score_function": experts.score if experts.score in SEPARATE_SCORES else "softmax",
         "moe_router_pre_softmax": experts.score == "pre_softmax",
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
@@ -382,6 +390,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_router_enable_expert_bias": experts.bias_rate > 0,
         "moe_router_bias_update_rate": experts.bias_rate,
+        "moe_router_quantile_balancing_ema": experts.quantile_ema or 0.0,
         "moe_router_load_balancing_type": tuple(losses),
         "moe_aux_loss_coeff": tuple(losses.values()),
         "moe_z_loss_coeff": experts.z_loss or None,
@@ -389,6 +398,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_token_drop_policy": cell.drop_policy,
         "moe_pad_expert_input_to_capacity": cell.padded_experts,
         "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] or None,
+        "moe_latent_size": LATENT.get(cell.family),
         "moe_shared_expert_gate": cell.family == "switch",
         "moe_shared_expert_overlap": cell.shared_overlap and SHARED_FFN[cell.family] > 0,
         "moe_token_dispatcher_type": cell.dispatcher,
@@ -425,6 +435,7 @@ def network(cell: Cell) -> Network:
         expert_ffn=EXPERT_FFN.get(family) or 24,
         shared_ffn=SHARED_FFN.get(family, 0),
         shared_gate=family == "switch",
+        latent=LATENT.get(family, 0),
         mamba=MAMBA[cell.recurrent],
         delta=DELTA[cell.recurrent],
     )
@@ -462,6 +473,9 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.no_rope_freq is not None:
+        plain = oracle(replace(cell, no_rope_freq=None))
+        return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0)
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)

@@ -1,10 +1,10 @@
-"""Options of attention on layouts that split it: a gated output; steps against the oracle."""
+"""Options of attention on layouts that split it: a gated output, layers without positions; against the oracle."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.distributed.layout_cell import make_cell
+from tests.distributed.layout_cell import LAYERS, make_cell
 from tests.distributed.layout_expected import assert_as_expected, run
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
@@ -28,5 +28,20 @@ LAYOUTS: dict[str, Row] = {
 def test_steps_with_a_gated_output_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
     row = {"family": "gpt2" if "pp" in LAYOUTS[layout] else "llama"} | LAYOUTS[layout]
     cell = make_cell(row, output_gate=True, dropout=0.1 * (list(LAYOUTS).index(layout) % 2), steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["cp2-a2a", "tp2-sp-pp2"]))
+def test_steps_without_positions_in_some_layers_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    """One of them has a window, in gemma3, and some stages have none of them."""
+    row = {"family": "llama"} | LAYOUTS[layout]
+    cell = make_cell(row, no_rope_freq=str([int(layer in (1, 2)) for layer in range(LAYERS)]))
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+def test_letters_without_positions_are_the_oracles(rank_pools: RankPools) -> None:
+    cell = make_cell({"family": "llama", "pattern": "*-**-", "dp": 1}, no_rope_freq="[0,0,1,0,0]")
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)

@@ -28,6 +28,9 @@ LAYOUTS: dict[str, Row] = {
     "tp2": {"pattern": "MG*", "dp": 1, "tp": 2, "documents": True, "recompute": "selective"},
     "tp2-sp": {"pattern": "GM-", "dp": 1, **SP, "recurrent": "wide", "documents": True},
     "tp4-sp, a head a rank": {"pattern": "MG", "dp": 1, "tp": 4, "sequence_parallel": True, "recompute": "block"},
+    "tp2, groups shared": {"pattern": "GM*", "dp": 1, "tp": 2, "recurrent": "shared", "documents": True},
+    "tp4-sp, groups shared": {"pattern": "MG", "dp": 1, "tp": 4, "sequence_parallel": True, "recurrent": "shared"},
+    "zero3-tp2-sp, groups shared": {"pattern": "MG-", "dp": 2, **SP, "zero": 3, "recurrent": "shared"},
     "cp2": {"pattern": "GM*-", "dp": 1, "cp": 2, "documents": True, "family": "llama"},
     "cp2, one document": {"pattern": "MG", "dp": 1, "cp": 2, "recompute": "uniform", "micro_batch_size": 2},
     "cp2, dealt": {"pattern": "MG*", "dp": 1, "cp": 2, "chunks": 4, "documents": True},
@@ -45,7 +48,7 @@ LAYOUTS: dict[str, Row] = {
     "experts": {"pattern": "MEG-*E", "dp": 2, "ep": 2, "zero": 1, "family": "mixtral", "documents": True},
     "experts, cp2, pp2": {"pattern": "GE*|ME", "dp": 1, "cp": 2, "pp": 2, "ep": 2, "family": "deepseek"},
 }
-OFTEN = ["other norms", "tp2-sp", "cp2", "cp3", "pp2-cp2", "experts"]
+OFTEN = ["other norms", "tp2-sp", "tp4-sp, groups shared", "cp2", "cp3", "pp2-cp2", "experts"]
 LOADS: dict[str, tuple[Row, Row]] = {
     "tp2 to pp2": ({"dp": 1, "tp": 2, "pattern": "MG*-"}, {"dp": 1, "pp": 2, "pattern": "MG|*-"}),
     "zero3 to cp2": ({"dp": 2, "zero": 3, "pattern": "GM-"}, {"dp": 1, "cp": 2, "pattern": "GM-"}),

@@ -34,6 +34,24 @@ def test_a_network_is_taken_from_a_checkpoint_without_its_stages(run: Run, tmp_p
     assert losses(tmp_path / "b") == losses(tmp_path / "c")
 
 
+RECURRENT = words(
+    "--hybrid-layer-pattern MG*- --mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8 "
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8"
+)
+
+
+def test_a_run_with_recurrent_layers_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    """In bf16, with decays in fp32, sharded over two ranks."""
+    network = [*GPT2[: GPT2.index("--num-layers")], *GPT2[GPT2.index("--num-layers") + 2 :], *RECURRENT]
+    flags = [*MOCK, *network, *words("--bf16 --use-distributed-optimizer --save-interval 2")]
+    run(*flags, "--train-iters", 4, "--save", tmp_path / "whole", world_size=2)
+    stopping = words("--train-iters 4 --exit-interval 2")
+    run(*flags, *stopping, "--save", tmp_path / "parts", world_size=2, expected=85)
+    run(*flags, *words("--train-iters 4 --resume auto"), "--save", tmp_path / "parts", world_size=2)
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "parts")) == 4
+
+
 @pytest.mark.parametrize("program", ["pretrain_hybrid.py", "pretrain_mamba.py"])
 def test_megatrons_programs_for_patterns_train_as_the_gpts_does(
     program: str, spawn: Callable[..., Job], run: Run, tmp_path: Path

@@ -91,6 +91,31 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("letters", "flags", "problem"),
     [
+        ("*M-", "--mamba-num-heads 3", "--mamba-num-heads 3 is not a multiple of --mamba-num-groups 8"),
+        (
+            "*M-",
+            "--mamba-head-dim 2 --mamba-num-groups 3",
+            "16 (2 x --hidden-size / --mamba-head-dim 2) is not a",
+        ),
+        (
+            "*M-",
+            "--mamba-head-dim 7",
+            "twice --hidden-size 16 is not a multiple of --mamba-head-dim 7: give --mamba",
+        ),
+        (
+            "M",
+            "--mamba-num-heads 8 --mamba-dt-min 2 --mamba-dt-max 1",
+            "--mamba-dt-max 1.0 is less than --mamba-dt",
+        ),
+        ("M", "--mamba-num-heads 9 --mamba-num-groups 3 --tp 2", "2 does not divide the Mamba-2 heads, 9"),
+        (
+            "M",
+            "--mamba-num-heads 6 --mamba-num-groups 3 --tp 2",
+            "multiple of --mamba-num-groups 3: ranks cannot",
+        ),
+        ("G", "--linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads"),
+        ("*", "--mamba-state-dim 64", "--mamba-state-dim needs a Mamba-2 layer, M in --hybrid-layer-pattern"),
+        ("M", "--mamba-num-heads 8 --linear-key-head-dim 64", "--linear-key-head-dim needs a gated delta net, G in"),
         ("*K-", "", "'*K-': 'K', character 2, is Kimi delta attention, which megalite does not have yet"),
         ("L", "", "'L', character 1, is a short convolution, which"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
@@ -110,11 +135,13 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*-|*|-", "--pp 2", "3 stages of --hybrid-layer-pattern '*-|*|-' cannot be divided evenly among 2 ranks"),
         ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
         ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
+        ("*-", "--position-embedding-type rope --no-rope-freq 2", "give --no-rope-freq as a list with an entry for"),
         ("*-*", "--pp 2", "the 3 layers of --hybrid-layer-pattern '*-*' cannot be divided evenly among 2 stages"),
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
         ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
+        ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
         ("*-", "--moe-ffn-hidden-size 8", "needs a layer with experts (E) in --hybrid-layer-pattern"),
         ("*-", "--ep 2", "--expert-model-parallel-size needs a layer with experts (E) in --hybrid-layer-pattern"),
         ("*E", "--moe-ffn-hidden-size 8", "--moe-ffn-hidden-size needs --num-experts"),
@@ -126,7 +153,6 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*-", "--cpu-offloading-num-layers 2", "must be below the 2 layers of --hybrid-layer-pattern '*-': at least"),
         ("*-", "--pipeline-model-parallel-layout EtttL", "has 3 layers (t), which is not the 2 layers of --hybrid-"),
         ("*-*", "--pp 2 --decoder-first-pipeline-num-layers 3", "'*-*' less --decoder-first-pipeline-num-layers 3"),
-        ("--", "--cp 2 --seq-length 8", "--context-parallel-size needs attention (*) in --hybrid-layer-pattern"),
     ],
 )
 def test_what_contradicts_it_is_refused(letters: str, flags: str, problem: str) -> None:
@@ -214,6 +240,8 @@ def test_a_pattern_of_blocks_is_a_gpt() -> None:
         == function_of(same)
         == function_of(pattern("*-*E", **experts, window_attn_skip_freq="[1,0,0,0]"))
     )
+    rotated = {"position_embedding_type": "rope", "no_rope_freq": "[0,0,1,0]"}
+    assert [layer.rotary for layer in as_gpt(pattern("*-*-", **rotated)).layers] == [True, False]
     assert gpt.output_init_std == same.output_init_std == pattern("*-*E", **experts).output_init_std
     for other in ("**--", "-*-*", "*-*"):
         assert as_gpt(pattern(other)).hybrid_layer_pattern == other

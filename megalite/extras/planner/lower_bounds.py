@@ -128,7 +128,8 @@ class LowerBounds:
         for spec in self._layers:
             width = model.ffn_size
             if spec.feed_forward == "moe":
-                experts += self._matrices * model.expert_ffn_size * (model.num_experts or 0)
+                matrices = model.activation.matrices * model.expert_hidden_size
+                experts += matrices * model.expert_ffn_size * (model.num_experts or 0)
                 width = model.moe_shared_expert_intermediate_size or 0
             dense += attention + self._matrices * width
         return dense, experts
@@ -196,13 +197,13 @@ class LowerBounds:
         dtype = self.prices.stack.low_precision or self.config.training.dtype
         hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim // tensor
         groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
-        rows, width, local = tokens, model.ffn_size // tensor, 1
+        rows, width, local, inner_hidden = tokens, model.ffn_size // tensor, 1, hidden
         if spec.feed_forward == "moe":
             local = (model.num_experts or 1) // layout.expert
             rows = tokens * model.moe_router_topk // tensor * layout.expert_tensor
-            width = model.expert_ffn_size // layout.expert_tensor
+            width, inner_hidden = model.expert_ffn_size // layout.expert_tensor, model.expert_hidden_size
         shapes = [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
-        shapes += [(local, rows, (matrices - 1) * width, hidden), (local, rows, hidden, width)]
+        shapes += [(local, rows, (matrices - 1) * width, inner_hidden), (local, rows, inner_hidden, width)]
         forward = backward = 0.0
         for batch, count, columns, inner in shapes:
             weights = batch * columns * inner
@@ -230,7 +231,7 @@ class LowerBounds:
     def _dispatch(self, layout: Layout, tokens: int) -> float:
         """Return the seconds in which tokens go to the ranks of their experts, and back."""
         model, tensor = self.config.model, layout.tensor
-        size = tokens // tensor * model.moe_router_topk * model.hidden_size * self._itemsize
+        size = tokens // tensor * model.moe_router_topk * model.expert_hidden_size * self._itemsize
         step = max(tensor, layout.expert_tensor)
         ranks = range(0, layout.expert * step, step) if step == layout.expert_tensor else range(layout.expert)
         seconds = self.prices.collective("all-to-all", ranks, size, model.moe_router_topk)
