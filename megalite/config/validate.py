@@ -100,6 +100,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
     if (pattern := config.model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
         yield "model", _OF_ATTENTION, f", since {PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    if config.model.hybrid_layer_pattern is not None:
+        yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):

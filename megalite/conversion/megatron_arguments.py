@@ -12,7 +12,7 @@ from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, megatron_flags
 from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, NEXT_STAGE, specs_of_letters
+from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, NEXT_STAGE, pattern_of, specs_of_letters
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems, with_router_weights
@@ -50,7 +50,7 @@ _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 _SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale mrope_section
+_CHOICES = """softmax_scale mrope_section
     activation_func_clamp_value heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
     moe_latent_size"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
@@ -138,7 +138,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if model.num_experts is not None and model.add_bias_linear:
         problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
-    if DELTA_LETTER in (model.hybrid_layer_pattern or ""):  # whose norm and activation are the network's there
+    if (
+        DELTA_LETTER in (model.hybrid_layer_pattern or "") or model.experimental_attention_variant
+    ):  # whose norm and activation are the network's there
         if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
             problems.append(f"  {DELTA_LETTER} without RMSNorm, or with --apply-layernorm-1p: {_NO_NETWORK}")
         if not model.swiglu:
@@ -158,9 +160,7 @@ def _is_off(name: str, arguments: Mapping[str, Any]) -> bool:
         return False
     specs = megatron_flags.tables()["accepted_values"]["spec"]["values"].split()
     words = value if isinstance(value, list) else [value]
-    others = {"is_hybrid_model", "linear_attention_freq"}  # the pattern says it all
-    of_letters = name == "experimental_attention_variant" and value == "gated_delta_net"
-    return name in others or of_letters or (name == "spec" and all(word in specs for word in words))
+    return name == "is_hybrid_model" or (name == "spec" and all(word in specs for word in words))
 
 
 def _pattern(arguments: Mapping[str, Any]) -> object:
@@ -169,12 +169,14 @@ def _pattern(arguments: Mapping[str, Any]) -> object:
 
 
 def _layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pattern of layers, whose stages are no part of the network; empty without a pattern.
+    """Return the fields that say which mixers a network has. Stages of a pattern of layers are no part of it.
 
     Raises CheckpointError if a letter is no layer of megalite.
     """
-    if not isinstance(pattern := _pattern(arguments), str):
-        return {} if pattern is None else {"hybrid_layer_pattern": pattern}
+    if (pattern := _pattern(arguments)) is None:
+        return _linear_attention(arguments)
+    if not isinstance(pattern, str):
+        return {"hybrid_layer_pattern": pattern}
     letters = pattern.replace(NEXT_STAGE, "")
     try:
         specs_of_letters(letters)
@@ -185,10 +187,24 @@ def _layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
 
 
+def _linear_attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a GPT with linear attention in some layers; empty for another one."""
+    if (variant := arguments.get("experimental_attention_variant")) is None:
+        return {}
+    names = _OF_LETTERS[DELTA_LETTER].split()
+    found = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    freq = arguments.get("linear_attention_freq")
+    return found | {
+        "experimental_attention_variant": "gated_delta_net" if variant == "gdn" else variant,
+        "linear_attention_freq": None if freq is None else _text(freq),
+    }
+
+
 def argument_fates(arguments: Mapping[str, Any]) -> Iterator[KeyFate]:
     """Yield the fate of each argument of a checkpoint."""
     used = {*_SAME.split(), *_OF_EXPERTS.split(), *_FURTHER.split(), *_OTHER_NAMES, *_OTHER_NAMES.values()}
-    used |= {*_PATTERN, *(name for names in _OF_LETTERS.values() for name in names.split())}
+    used |= {*_PATTERN, "experimental_attention_variant", "linear_attention_freq"}
+    used |= {*(name for names in _OF_LETTERS.values() for name in names.split())}
     used |= {*_TOKENIZER.split(), *_TIKTOKEN.split(), *(row.megatron or "" for row in ACTIVATIONS)}
     for name, value in sorted(arguments.items()):
         if name in _NOT_OURS:
@@ -332,9 +348,13 @@ def arguments_of(
             "expert_model_parallel_size": 1,
             "expert_tensor_parallel_size": 1,
         }
+    letters = pattern_of(model.layers)
+    names = [name for letter, names in _OF_LETTERS.items() if letter in letters for name in names.split()]
+    arguments |= {name: getattr(model, name) for name in names}
+    if model.experimental_attention_variant is not None:
+        linear = [int(layer.mixer == "gated_delta") for layer in model.layers]
+        arguments |= {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear}
     if (pattern := model.hybrid_layer_pattern) is not None:
-        names = [name for letter, names in _OF_LETTERS.items() if letter in pattern for name in names.split()]
-        arguments |= {name: getattr(model, name) for name in names}
         arguments |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True, "spec": list(_SPEC)}
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]

@@ -42,6 +42,20 @@ def test_a_pattern_is_read_as_it_was_written(letters: str, tmp_path: Path) -> No
     assert not weights
 
 
+def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """A GPT keeps its layers: both halves have the index of their block."""
+    variant = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "3"}
+    opened = random_model(replace(PLAIN, num_layers=3, **variant, **DELTA))
+    folder = write(opened, tmp_path)
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert "decoder.layers.1.self_attention.in_proj.layer_norm_weight" in names
+    assert "decoder.layers.2.self_attention.linear_qkv.weight" in names
+    assert "decoder.final_layernorm.weight" in names
+    again, weights = open_megatron(tmp_path), read(opened)
+    assert function_of(again.config) == function_of(opened.config)
+    assert all(torch.equal(values, weights[name]) for name, values in read(again).items())
+
+
 def test_layers_have_the_names_of_their_places(tmp_path: Path) -> None:
     """A layer of each letter has its index in its names, and no axis for the layers; parts are apart."""
     folder = write(random_model(pattern("-M*G")), tmp_path)
