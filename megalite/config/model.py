@@ -244,6 +244,8 @@ class ModelConfig:
     linear_attention_freq: str | None = None
     """Layers whose mixer is experimental-attention-variant: N means all but every N-th; or a list of 1 (with) or 0 per
     layer, like ([1]*3+[0])*4."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
 
     @property
     def rotary(self) -> bool:

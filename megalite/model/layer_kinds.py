@@ -93,7 +93,8 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         rotary=config.layers[layer].rotary,
         output_gate=config.attention_output_gate,
     )
-    norm = make_norm(config) if config.qk_layernorm else None
+    decays = config.apply_wd_to_qk_layernorm
+    norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
         f"layers.{number}.attention",

@@ -18,7 +18,7 @@ from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
-from megalite.conversion.opened import logical_tensors
+from megalite.conversion.opened import logical_tensors, tensors_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
 from megalite.model.cache import StageCache
@@ -305,6 +305,20 @@ def test_wrong_flags_of_linear_attention_are_refused(flags: str, problem: str) -
     with pytest.raises(ConfigurationError) as raised:
         resolve(parse_arguments([*RUN.split(), "--num-layers", "2", *flags.split()]).config, 1)
     assert problem in str(raised.value)
+
+
+def test_norms_of_queries_and_keys_decay_where_asked() -> None:
+    for decays in (True, False):
+        model = parse_arguments(
+            [*RUN.split(), "--num-layers=2", "--qk-layernorm", *["--apply-wd-to-qk-layernorm"] * decays]
+        )
+        weights = tensors_of_training(model.config.model)
+        assert {
+            name.split(".", 2)[-1] for name, weight in weights.items() if weight.weight_decay and "norm" in name
+        } == {f"attention.{part}_norm.{kind}" for part in ("query", "key") for kind in ("weight", "bias") if decays}
+    idle = parse_arguments([*RUN.split(), "--num-layers=2", "--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"])
+    assert "--apply-wd-to-qk-layernorm: changes nothing without --qk-layernorm" in idle.notes
+    assert not idle.config.model.apply_wd_to_qk_layernorm
 
 
 def test_a_pattern_has_linear_attention_by_its_letters() -> None:
