@@ -40,7 +40,8 @@ Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
-RECURRENT = {"M": "mamba", "G": "gated_delta"}  # the letters of layers that are not halves of a GPT's
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class Oracle(Rotary):
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward, M, G; None: both halves in each
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
     mixers: Mixers = field(default_factory=Mixers)
 
     def logits(
@@ -154,13 +157,13 @@ class Oracle(Rotary):
     def recurrent(
         self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
     ) -> Tensor:
-        """One layer of Mamba-2 or the gated delta net, the one with this number of its kind."""
+        """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
         layer, kind = f"layers.{number}.", RECURRENT[letter]
         normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
-        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + "MG".index(letter))
+        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -234,7 +237,7 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; M and G: none."""
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
     before = [pattern[:place] for place in range(len(pattern))]
     return [
         (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)

@@ -84,7 +84,11 @@ class _Block(NamedTuple):
     def before(self, back: int, taps: int) -> Tensor:
         """Return for each token the input of the token that is so many tokens before it."""
         rows = self.rows[taps - 1 - back : len(self.rows) - back]
-        return rows if self.age is None or not back else rows.masked_fill(self.age < back, 0)
+        return self.seen(rows, back)
+
+    def seen(self, rows: Tensor, back: int) -> Tensor:
+        """Return rows of these tokens, with zeros for a token whose document has none so many tokens before it."""
+        return rows if self.age is None or not back else rows * (self.age >= back)
 
     def sum(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the sum of all taps, [tokens, batch, channels]. `weight` is [taps, channels]."""
@@ -105,7 +109,7 @@ class _Block(NamedTuple):
         """
         taps = len(weight)
         for back in range(taps):
-            seen = gradient if self.age is None or not back else gradient.masked_fill(self.age < back, 0)
+            seen = self.seen(gradient, back)
             shift = taps - 1 - back
             grad_rows[self.tokens.start + shift : self.tokens.stop + shift].addcmul_(seen, weight[-1 - back])
             grad_weight[-1 - back] += (seen * self.rows[shift : shift + len(seen)]).sum(dim=(0, 1))
@@ -155,6 +159,7 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         *halos: Tensor,
     ) -> Tensor:
+        """Compute the outputs of all segments, block by block."""
         ctx.save_for_backward(input, weight, bias, *halos)
         ctx.segments, ctx.silu = segments, silu
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -169,6 +174,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Add up the gradients block by block, after the sums of the taps are computed again."""
         input, weight, bias, *halos = ctx.saved_tensors
         wide = torch.promote_types(input.dtype, torch.float32)
         factors = _wide(wide, weight, bias)

@@ -20,21 +20,21 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite_kernels.chunks import Chunks, Segment
-from megalite_kernels.launch import chunk_elements
-from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
+from megalite_kernels.chunks import Segment
+from megalite_kernels.recurrence_segment import FromZero, advance, parts_of, retreat
 
-__all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
-    """What other ranks, with the other segments of the samples, contribute."""
+    """Contribution of the other ranks, which have the other segments of the samples."""
 
     def entering(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the state that enters each own segment, from each one's map: see `advance`."""
@@ -43,19 +43,19 @@ class Scan(Protocol):
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
 
 
-def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
-    """Return the state after a segment: matrix @ state + offset.
+class _Found(NamedTuple):
+    """Output of a recurrence, the state after all chunks, and what backward needs besides the inputs."""
 
-    Args:
-        matrix: [batch, heads, key width, key width]; of the additive recurrence, a number: [batch, heads, 1, 1].
-        offset, state: [batch, heads, key width, value width].
-    """
-    return offset + (matrix @ state if matrix.shape[-1] == state.shape[-2] else matrix * state)
+    output: Tensor
+    last: Tensor
+    saved: list[Tensor]
 
 
-def retreat(matrix: Tensor, offset: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of the state before a segment, from that of the state after it: the adjoint of `advance`."""
-    return advance(matrix.mT, offset, gradient)
+@dataclass
+class Kept:
+    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+
+    found: _Found | None = None
 
 
 def recurrence(
@@ -70,26 +70,29 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
 
     Args:
         query, key: [tokens, batch, key heads, key width]. Consecutive heads share a key head.
         value: [tokens, batch, heads, value width].
-        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider.
+        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider. With the delta rule
+            and as many key heads as heads, also of each of its rows, [tokens, batch, heads, key width].
         step: [tokens, batch, heads], in fp32 or wider.
         delta: take the delta rule.
-        chunk: tokens in a chunk.
+        chunk: tokens in a chunk; with a decay of each row a power of two.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
+        kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
     segments = [Segment(range(len(query)), None)] if segments is None else segments
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan)
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, kept)
     return output, last
 
 
@@ -110,122 +113,44 @@ def step_once(
         each[0].to(state.dtype).repeat_interleave(shared, dim=1).unsqueeze(2) for each in (query, key)
     )
     added = value[0].to(state.dtype).unsqueeze(2)
-    state = state * decay[0].to(state.dtype).exp()[..., None, None]
+    kept = decay[0].to(state.dtype).exp().unsqueeze(-1)
+    state = state * (kept if decay.dim() == 4 else kept.unsqueeze(-1))
     if delta:
         added = added - wide_key @ state
     state = state + wide_key.mT * (added * step[0].to(state.dtype)[..., None, None])
     return (wide_query @ state).squeeze(2).unsqueeze(0).to(value.dtype), state
 
 
-class _Part:
-    """A segment's tokens, in blocks of chunks, whose matrices a processor's cache can hold.
-
-    Attributes:
-        chunks: the segment's chunks.
-        blocks: the chunks of each block.
-        inputs: the segment's tokens, padded to whole chunks.
-        wide: the dtype of sums.
-    """
-
-    def __init__(self, segment: Segment, inputs: Sequence[Tensor], chunk: int, delta: bool) -> None:
-        self.chunks = Chunks(segment, chunk)
-        self.inputs = Inputs(*map(self.chunks.pad, inputs))
-        self.wide = torch.promote_types(torch.promote_types(inputs[2].dtype, inputs[3].dtype), torch.float32)
-        self._delta = delta
-        _, batch, heads, width = self.inputs.value.shape
-        of_chunk = batch * heads * chunk * max(chunk, width, self.inputs.key.shape[3])
-        most = chunk_elements(self.inputs.value.device) // 2 // of_chunk  # half: there are many such tensors
-        self.blocks = list(self.chunks.blocks(max(1, most)))
-
-    def new(self, *shape: int) -> Tensor:
-        """Return memory for matrices of all heads of each chunk, [chunks, batch * heads, ...]."""
-        _, batch, heads, _ = self.inputs.value.shape
-        return self.inputs.value.new_empty(self.chunks.count, batch * heads, *shape, dtype=self.wide)
-
-    def split(self, block: slice, padded: Tensor) -> Tensor:
-        """Take these chunks of padded tokens."""
-        return self.chunks.split(padded, block, self.wide)
-
-    def prepare(self, block: slice) -> Block:
-        """Compute what of these chunks does not depend on states."""
-        inputs = Inputs(*(self.split(block, each) for each in self.inputs))
-        return prepare(inputs, self.chunks.documents(block), self.inputs.value.shape[1], self._delta)
-
-    def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute all chunks from the state before them, and write that before each into `states`.
-
-        Returns:
-            The outputs, and the state after the last chunk.
-        """
-        output = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
-        for own in self.blocks:
-            block = self.prepare(own)
-            state = block.run(states[own], state)
-            self.chunks.join(output, own, block.output(states[own]))
-        return self.chunks.cut(output), state
-
-    def reached(self, reach: Tensor, grad_output: Tensor) -> Tensor:
-        """Return the gradient of the state before the chunks, if that of the state after them is zero.
-
-        Args:
-            reach: see `_FromZero`.
-        """
-        parts = [reach[own].mT @ self.split(own, grad_output) for own in self.blocks]
-        return torch.cat(parts).sum(dim=0)
-
-    def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Go back through all chunks with the gradient of the state after them.
-
-        Returns:
-            The gradients of the inputs, and that of the state before the chunks.
-        """
-        grads = Inputs(*(torch.empty_like(each, memory_format=torch.contiguous_format) for each in self.inputs))
-        for own in reversed(self.blocks):
-            found, gradient = go_back(self.prepare(own), states[own], self.split(own, grad_output), gradient)
-            for target, of_chunks in zip(grads, found, strict=True):
-                self.chunks.join(target, own, of_chunks)
-        return [self.chunks.cut(each) for each in grads], gradient
-
-
-class _FromZero:
-    """A segment as if no state entered it, until `enter`.
-
-    What a state adds is linear: matrix @ state to the state before each chunk, and `reach` @ state to the outputs. So
-    the gradient of the state before the segment needs no way back through it.
-
-    Attributes:
-        map: matrix and offset of `advance`, without a dimension of samples.
-        reach: [chunks, heads, chunk, key width].
-    """
-
-    def __init__(self, part: _Part, states: Tensor) -> None:
-        width, key_width = part.inputs.value.shape[3], part.inputs.key.shape[3]
-        self._part, self._states, self._matrices = part, states, []
-        self._output = part.new(part.chunks.size, width)
-        self.reach = part.new(part.chunks.size, key_width)
-        state, matrix = torch.zeros_like(states[0]), None
-        for own in part.blocks:
-            block = part.prepare(own)
-            state = block.run(states[own], state)
-            matrices, matrix = block.matrices(matrix)
-            self._output[own] = block.output(states[own])
-            self.reach[own] = block.reach(matrices)
-            self._matrices.append(matrices)
-        assert matrix is not None
-        self.map = matrix, state
-
-    def enter(self, state: Tensor) -> Tensor:
-        """Let a state enter, and return the outputs."""
-        part = self._part
-        output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
-        for own, matrices in zip(part.blocks, self._matrices, strict=True):
-            self._states[own] = advance(matrices, self._states[own], state)
-            part.chunks.join(output, own, self._output[own] + self.reach[own] @ state)
-        return part.chunks.cut(output)
+def _forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    segments: Sequence[Segment],
+    chunk: int,
+    delta: bool,
+    scan: Scan | None,
+) -> _Found:
+    """Compute the segments one after another, or with a scan all from zero before the first state enters."""
+    _, key, value, _, _ = inputs
+    parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
+    states = [part.new(key.shape[3], value.shape[3]) for part in parts]
+    last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
+    outputs, of_maps = [], []
+    if scan is None:
+        for part, own in zip(parts, states, strict=True):
+            output, last = part.run(own, last)
+            outputs.append(output)
+    else:
+        runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+        maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+        entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+        outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+        last = advance(*runs[-1].map, entering[-1])
+        of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
+    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
 
 
 class _Recurrence(torch.autograd.Function):
-    """Recurrence that saves its inputs and the state before each chunk; with a scan also what entering states reach."""
+    """Recurrence that saves its inputs and the state before each chunk; with a scan also the reach of a state."""
 
     @staticmethod
     def forward(
@@ -240,34 +165,26 @@ class _Recurrence(torch.autograd.Function):
         chunk: int,
         delta: bool,
         scan: Scan | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         inputs = query, key, value, decay, step
-        parts, heads = _parts(segments, inputs, chunk, delta), value.shape[1:3]
-        states = [part.new(key.shape[3], value.shape[3]) for part in parts]
-        last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
-        outputs, of_maps = [], []
-        if scan is None:
-            for part, own in zip(parts, states, strict=True):
-                output, last = part.run(own, last)
-                outputs.append(output)
-        else:
-            runs = [_FromZero(part, own) for part, own in zip(parts, states, strict=True)]
-            maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
-            entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
-            outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
-            last = advance(*runs[-1].map, entering[-1])
-            of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
-        last = last.unflatten(0, heads)
-        ctx.save_for_backward(*inputs, *states, *of_maps)
+        found = None if kept is None else kept.found
+        if found is None:
+            found = _forward(inputs, state, segments, chunk, delta, scan)
+            if kept is not None:
+                kept.found = found
+        ctx.save_for_backward(*inputs, *found.saved)
         ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
-        ctx.mark_non_differentiable(last)
-        return _joined(outputs), last
+        ctx.mark_non_differentiable(found.last)
+        return found.output, found.last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        parts, heads = _parts(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
+        """Go back through the segments, from the last one to the first."""
+        saved = ctx.saved_tensors  # a layer that is computed again unpacks them no second time
+        inputs, rest = saved[:5], saved[5:]
+        parts, heads = parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
         states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
         incoming = [
@@ -284,14 +201,7 @@ class _Recurrence(torch.autograd.Function):
         for i in reversed(range(count)):
             grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
             found.insert(0, grads)
-        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 5
-
-
-def _parts(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[_Part]:
-    """Cut the tokens of all segments into those of each."""
-    lengths = [len(tokens) for tokens, _ in segments]
-    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
-    return [_Part(segment, own, chunk, delta) for segment, own in of_segments]
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 6
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

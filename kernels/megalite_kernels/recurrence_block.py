@@ -112,6 +112,44 @@ class Block:
         seen = self.query * self.inflow
         return seen * matrices if self.reads is None else (seen - self.scores @ self.reads) @ matrices
 
+    def gradients(self, states: Tensor, grad_output: Tensor, grad_added: Tensor, leaving: Tensor) -> Inputs:
+        """Compute the gradients of the inputs, with `added` complete and the gradient of the state after each chunk.
+
+        The gradient of a factor e^x times the factor is one of x. All of them are gathered as one of c, `grad_total`.
+        """
+        query, key, value, *_ = self.inputs
+        shared, step = self.shared, self.step
+        grad_scores = grad_output @ self.added.mT
+        grad_pairs = grad_scores * self.scores
+        grad_products = _over_heads(grad_scores.mul_(self.pairs), shared)
+        grad_query = (grad_output @ states.mT).mul_(self.inflow)
+        grad_key = (self.added @ leaving.mT).mul_(self.outflow)
+        of_outflow = vecdot(grad_key, self.key)
+        grad_total = vecdot(grad_query, self.query) - of_outflow
+        grad_total[..., -1] += of_outflow.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * self.keep[..., 0, 0]
+        if self.system is None or self.products is None:
+            grad_right, grad_key = grad_added, _over_heads(grad_key, shared)
+            grad_step = vecdot(grad_right, value)
+        else:
+            grad_right = solve_adjoint(self.system, grad_added)
+            seen = (grad_right @ states.mT).mul_(self.inflow)
+            of_seen = vecdot(seen, self.key)
+            grad_system = (grad_right @ self.added.mT).tril_(-1).neg_()
+            grad_step = vecdot(grad_right, value) - of_seen + vecdot(grad_system, self.products)
+            grad_total.addcmul_(of_seen, step.squeeze(-1), value=-1)
+            grad_pairs.addcmul_(grad_system, self.system)
+            of_pairs = _over_heads(grad_system.mul_(self.pairs).mul_(step), shared)
+            grad_key = _over_heads(grad_key.addcmul_(seen, step, value=-1), shared).add_((of_pairs + of_pairs.mT) @ key)
+        grad_pairs.tril_(-1)  # on the diagonal is no decay
+        grad_total += grad_pairs.sum(dim=-1) - grad_pairs.sum(dim=-2)
+        return Inputs(
+            query=_over_heads(grad_query, shared).add_(grad_products @ key),
+            key=grad_key.add_(grad_products.mT @ query),
+            value=grad_right * step,
+            decay=grad_total.flip(-1).cumsum(dim=-1).flip(-1),
+            step=grad_step,
+        )
+
 
 def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool) -> Block:
     """Compute all of the chunks that does not depend on states."""
@@ -125,7 +163,7 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool
     if products is not None:
         system = products * step
         right = torch.cat([added, key * (step * inflow)], dim=-1)
-        added, reads = _solve(system, right).split([value.shape[-1], key.shape[-1]], dim=-1)
+        added, reads = solve(system, right).split([value.shape[-1], key.shape[-1]], dim=-1)
     gains = key * outflow
     return Block(
         inputs, shared, query, key, step, pairs, inflow, outflow, keep, scores, products, system, added, reads, gains
@@ -159,12 +197,12 @@ def _over_heads(of_heads: Tensor, shared: int) -> Tensor:
     return of_heads if shared == 1 else of_heads.unflatten(1, (-1, shared)).sum(dim=2)
 
 
-def _solve(system: Tensor, right: Tensor) -> Tensor:
+def solve(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-1 right of a system below the diagonal. Transposed, no operand need be copied."""
     return solve_triangular(system.mT, right.mT, upper=True, left=False, unitriangular=True).mT
 
 
-def _solve_adjoint(system: Tensor, right: Tensor) -> Tensor:
+def solve_adjoint(system: Tensor, right: Tensor) -> Tensor:
     """Return (1 + system)^-T right of a system below the diagonal."""
     return solve_triangular(system, right.mT, upper=False, left=False, unitriangular=True).mT
 
@@ -188,44 +226,4 @@ def go_back(block: Block, states: Tensor, grad_output: Tensor, gradient: Tensor)
         gradient = torch.addcmul(grad_states[i], block.keep[i], gradient)
         if block.reads is not None:
             gradient.baddbmm_(block.reads[i].mT, grad_added[i], alpha=-1)
-    return _gradients(block, states, grad_output, grad_added, leaving), gradient
-
-
-def _gradients(block: Block, states: Tensor, grad_output: Tensor, grad_added: Tensor, leaving: Tensor) -> Inputs:
-    """Compute the gradients of the inputs, with `added` complete and the gradient of the state after each chunk.
-
-
-    The gradient of a factor e^x times the factor is one of x. All of them are gathered as one of c, `grad_total`.
-    """
-    query, key, value, *_ = block.inputs
-    shared, step = block.shared, block.step
-    grad_scores = grad_output @ block.added.mT
-    grad_pairs = grad_scores * block.scores
-    grad_products = _over_heads(grad_scores.mul_(block.pairs), shared)
-    grad_query = (grad_output @ states.mT).mul_(block.inflow)
-    grad_key = (block.added @ leaving.mT).mul_(block.outflow)
-    of_outflow = vecdot(grad_key, block.key)
-    grad_total = vecdot(grad_query, block.query) - of_outflow
-    grad_total[..., -1] += of_outflow.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * block.keep[..., 0, 0]
-    if block.system is None or block.products is None:
-        grad_right, grad_key = grad_added, _over_heads(grad_key, shared)
-        grad_step = vecdot(grad_right, value)
-    else:
-        grad_right = _solve_adjoint(block.system, grad_added)
-        seen = (grad_right @ states.mT).mul_(block.inflow)
-        of_seen = vecdot(seen, block.key)
-        grad_system = (grad_right @ block.added.mT).tril_(-1).neg_()
-        grad_step = vecdot(grad_right, value) - of_seen + vecdot(grad_system, block.products)
-        grad_total.addcmul_(of_seen, step.squeeze(-1), value=-1)
-        grad_pairs.addcmul_(grad_system, block.system)
-        of_pairs = _over_heads(grad_system.mul_(block.pairs).mul_(step), shared)
-        grad_key = _over_heads(grad_key.addcmul_(seen, step, value=-1), shared).add_((of_pairs + of_pairs.mT) @ key)
-    grad_pairs.tril_(-1)  # on the diagonal is no decay
-    grad_total += grad_pairs.sum(dim=-1) - grad_pairs.sum(dim=-2)
-    return Inputs(
-        query=_over_heads(grad_query, shared).add_(grad_products @ key),
-        key=grad_key.add_(grad_products.mT @ query),
-        value=grad_right * step,
-        decay=grad_total.flip(-1).cumsum(dim=-1).flip(-1),
-        step=grad_step,
-    )
+    return block.gradients(states, grad_output, grad_added, leaving), gradient

@@ -110,7 +110,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     """
     model = as_gpt(model)
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in NOT_THE_FUNCTION}
-    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
+    values |= {"ffn_hidden_size": model.ffn_size if model.has_dense_layers else None}
+    values |= {"kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim

@@ -8,17 +8,18 @@ of a GPT is both. To add a letter, give it a `LayerSpec` in `LETTERS`, its costs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-Mixer = Literal["attention", "mamba", "gated_delta"]
+Mixer = str
+"""Kind of mixer: attention, mamba, gated_delta, kimi_delta, short_convolution, or one that a program has added."""
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
-MAMBA_LETTER, DELTA_LETTER = "M", "G"
+MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
 
 
@@ -45,20 +46,34 @@ class LayerSpec:
         return tuple(kind for kind in (self.mixer, self.feed_forward) if kind is not None)
 
 
-LETTERS: Mapping[str, LayerSpec] = {
+LETTERS: dict[str, LayerSpec] = {
     MAMBA_LETTER: LayerSpec("mamba", None),
     DELTA_LETTER: LayerSpec("gated_delta", None),
+    KIMI_LETTER: LayerSpec("kimi_delta", None),
+    CONVOLUTION_LETTER: LayerSpec("short_convolution", None),
     ATTENTION_LETTER: LayerSpec("attention", None),
     "-": LayerSpec(None, "dense"),
     EXPERTS_LETTER: LayerSpec(None, "moe"),
 }
+"""Letters of a pattern; `megalite/library/layer_kinds.py` adds those of a program."""
+_WORDS = {
+    MAMBA_LETTER: "Mamba-2",
+    DELTA_LETTER: "gated delta net",
+    KIMI_LETTER: "Kimi delta attention",
+    CONVOLUTION_LETTER: "short convolution",
+    "-": "dense feed-forward",
+    EXPERTS_LETTER: "experts",
+}
 _LATER = {
-    "K": "Kimi delta attention",
-    "L": "a short convolution",
     "+": "multi-head latent attention",
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
 }
+
+
+def is_free(letter: str) -> bool:
+    """Tell whether a program may give a letter a meaning: one that Megatron-LM's language and this one leave free."""
+    return len(letter) == 1 and letter.isascii() and letter.isalpha() and letter not in {*LETTERS, *_LATER}
 
 
 def count_of_pattern(pattern: str) -> int:
@@ -77,10 +92,11 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
         if letter == NEXT_STAGE:
             continue
         if letter not in LETTERS:
-            known = "M Mamba-2, G gated delta net, * attention, - dense feed-forward, E experts, | next stage"
+            words = (f"{known} {_WORDS.get(known, spec.mixer)}" for known, spec in LETTERS.items())
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
-                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"
+                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are "
+                f"{', '.join(words)}, {NEXT_STAGE} next stage"
             )
         specs.append(LETTERS[letter])
     if not specs:

@@ -194,9 +194,9 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, * attention, - dense feed-forward, E
-    experts, each with its norm and its residual; | begins the next stage, as in pipeline-model-parallel-layout. Unset:
-    every layer is attention and a feed-forward layer."""
+    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
+    * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
+    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -238,6 +238,22 @@ class ModelConfig:
     sum (Nemotron 3); unset: hidden-size."""
     moe_router_quantile_balancing_ema: ShareBelowOne = 0.0
     """Share of its old value that each step leaves of an offset of quantile_balancing."""
+    short_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 3
+    """Tokens that a short convolution layer sees (LFM2)."""
+    short_conv_bias: bool = False
+    """Biases in a short convolution layer: of its projections and of the convolution."""
+    kda_num_heads: PositiveInt = 32
+    """Heads of a layer of Kimi delta attention."""
+    kda_head_dim: PositiveInt = 128
+    """Width of a head of Kimi delta attention, and of what decays and gates are made of."""
+    kda_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of Kimi delta attention sees."""
+    kda_lower_bound: float | None = None
+    """Least logarithm of the decay of a token in Kimi delta attention, which a sigmoid is multiplied with (Kimi K3,
+    GLM-5.3: -5); unset: none, with a softplus."""
+    kda_chunk_size: PositiveInt = 64
+    """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
+    rounding."""
 
     experimental_attention_variant: Literal["gated_delta_net"] | None = None
     """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""

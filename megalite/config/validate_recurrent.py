@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, PATTERN_FLAG
+from megalite.config.layer_specs import CONVOLUTION_LETTER, DELTA_LETTER, KIMI_LETTER, MAMBA_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 
 
@@ -21,6 +22,14 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
     else:
         yield from _mamba(model)
+    if KIMI_LETTER not in letters:
+        yield from needs(model, "kda_*", f"Kimi delta attention, {KIMI_LETTER} in {PATTERN_FLAG}")
+    if model.kda_lower_bound is not None and not -math.inf < model.kda_lower_bound < 0:
+        yield f"--kda-lower-bound {model.kda_lower_bound} is not below 0: no decay lets a state grow"
+    if (chunk := model.kda_chunk_size) & (chunk - 1):
+        yield f"--kda-chunk-size {chunk} is not a power of two"
+    if CONVOLUTION_LETTER not in letters:
+        yield from needs(model, "short_conv_*", f"a short convolution, {CONVOLUTION_LETTER} in {PATTERN_FLAG}")
     if DELTA_LETTER not in letters:
         names = "linear_num_* linear_key_* linear_value_* linear_conv_* linear_allow_* linear_chunk_*"
         yield from needs(model, names, f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
@@ -51,6 +60,10 @@ def uneven_recurrent_widths(model: ModelConfig, ranks: int) -> Iterator[str]:
     if "gated_delta" in kinds:
         heads, keys = model.linear_num_value_heads, model.linear_num_key_heads
         sizes.append(("heads of the gated delta net", heads, "--linear-num-key-heads", keys))
+    if "kimi_delta" in kinds:
+        sizes.append(("heads of Kimi delta attention", model.kda_num_heads, "--kda-num-heads", model.kda_num_heads))
+    if "short_convolution" in kinds:
+        sizes.append(("channels of the short convolution", model.hidden_size, "--hidden-size", model.hidden_size))
     for what, heads, name, groups in sizes:
         if heads % ranks:
             yield f"{flag} does not divide the {what}, {heads}"

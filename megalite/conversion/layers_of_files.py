@@ -53,4 +53,7 @@ def recurrent_axis_lengths(model: ModelConfig) -> dict[str, int]:
         "value_width": value_width,
         "delta_channels": 2 * keys * key_width + values * value_width,
         "delta_taps": model.linear_conv_kernel_dim,
+        "values_by_key": values // keys,
+        "rows_by_key": 2 * key_width + 2 * (values // keys) * value_width,
+        "gates_by_key": 2 * (values // keys),
     }

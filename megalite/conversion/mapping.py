@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -47,6 +47,8 @@ class MappedBox:
     """Index of the box in the view of the file's tensor."""
     offset: tuple[int, ...] = ()
     """First corner of the box in the logical tensor. Zeros at the end may be left out."""
+    pattern: str | None = None
+    """View of what `index` gives, an einops pattern as that of the rule; None: as it is."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ def file_tensors(
     return found
 
 
+def axes_of(pattern: str) -> list[list[str]]:
+    """Return the axes of the tensor that a pattern views, each with the axes that it is made of."""
+    return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", pattern.split("->")[0])]
+
+
 def _file_tensors(
     rule: Rule,
     model: ModelConfig,
@@ -162,8 +169,7 @@ def _file_tensors(
     if len(names) < len(pieces):
         return []
     lengths = axis_lengths(model)
-    axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
-    shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
+    shape = tuple(math.prod(lengths[name] for name in names) for names in axes_of(rule.pattern))
     found = []
     for expert in range(logical[names[0]][0]) if "{expert}" in rule.file else (None,):
         boxes = []
@@ -171,7 +177,7 @@ def _file_tensors(
             index, offset = piece.index, piece.offset
             if expert is not None:  # the box has an axis of experts, of length 1
                 index, offset = (None, *index), (expert, *offset)
-            view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, index)
+            view = partial(_view, rule.pattern, lengths, index, piece.pattern)
             size = tuple(view(torch.empty(shape, device="meta")).shape)
             corner = (*offset, *(0,) * (len(size) - len(offset)))
             boxes.append((logical_name, Box(corner, size), view))
@@ -189,8 +195,13 @@ def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
     return None if number is None else f"{kind}layers.{number}.{local}"
 
 
-def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
-    return rearrange(values, pattern, **lengths)[index]
+def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str | None, values: Tensor) -> Tensor:
+    part = _arranged(values, pattern, lengths)[index]
+    return part if of_part is None else _arranged(part, of_part, lengths)
+
+
+def _arranged(values: Tensor, pattern: str, lengths: Mapping[str, int]) -> Tensor:
+    return rearrange(values, pattern, **{name: lengths[name] for names in axes_of(pattern) for name in names})
 
 
 class Files(Protocol):
@@ -269,11 +280,13 @@ class ToFiles:
         mapping: Sequence[FileTensor],
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        precise: Container[str] = (),
     ) -> None:
         """Create the source.
 
         `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
-        state is never cast. `device`: device on which tensors are assembled; None: the CPU.
+        state is never cast. `device`: device on which tensors are assembled; None: the CPU. `precise`: logical tensors
+        that are not cast either.
         """
         self._logical, self._mapping, self._device = logical, {tensor.name: tensor for tensor in mapping}, device
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
@@ -282,7 +295,7 @@ class ToFiles:
             tensor.name: Kind(
                 tensor.shape,
                 dtype
-                if dtype is not None and not tensor.boxes[0][0].startswith(STATE)
+                if dtype is not None and not tensor.boxes[0][0].startswith(STATE) and tensor.boxes[0][0] not in precise
                 else widest(logical.tensors[name] for name, _, _ in tensor.boxes),
             )
             for tensor in mapping

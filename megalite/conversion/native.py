@@ -22,7 +22,7 @@ from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
 from megalite.conversion.huggingface import copy_companions, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
+from megalite.conversion.opened import OpenedModel, Renamed, kept_in_fp32, logical_tensors, states_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel
@@ -94,7 +94,7 @@ def write_megalite(
     """
     dtype = dtype or opened.dtype
     names = {name if name.startswith(STATE) else MODEL + name: name for name in opened.source.tensors}
-    source = Renamed(opened.source, names, dtype)
+    source = Renamed(opened.source, names, dtype, kept_in_fp32(opened.config))
     if layout is None:
         cut = cut_evenly(source.tensors, -(-sum(kind.size for kind in source.tensors.values()) // FILE))
     else:

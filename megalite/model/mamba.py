@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from megalite.model.batch import LayerContext
 from megalite.model.recurrent import (
     LogOfUniform,
-    RecurrentCache,
     RecurrentCore,
+    Run,
     StepBias,
     SumOverSharers,
     of_heads,
@@ -64,7 +64,7 @@ class MambaSizes:
 class Mamba(nn.Module):
     """Mamba-2 layer. Input and output are [sequence (/ size under sequence parallelism), batch, hidden]."""
 
-    def __init__(self, context: ParallelContext, name: str, sizes: MambaSizes) -> None:
+    def __init__(self, context: ParallelContext, name: str, sizes: MambaSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.sizes = sizes
         heads, groups, width, state, hidden = sizes.heads, sizes.groups, sizes.width, sizes.state, sizes.hidden
@@ -97,6 +97,7 @@ class Mamba(nn.Module):
             taps=taps,
             delta=False,
             chunk=sizes.chunk,
+            recompute=recompute,
         )
 
         def vector(part: str, initial: Drawn | Constant) -> nn.Parameter:
@@ -112,10 +113,16 @@ class Mamba(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
+        sizes = self.sizes
         inner, shared = self.heads * sizes.width, self.groups * sizes.state
         gate, raw, mixed = self.input(hidden).split([inner, self.heads, inner + 2 * shared], dim=-1)
-        mixed = self.core.convolve(mixed, context, cache)
+        return self.output(self.core.run(self._mix, mixed, gate, raw, context=context, owner=self))
+
+    def _mix(self, mixed: Tensor, gate: Tensor, raw: Tensor, run: Run) -> Tensor:
+        """Return the input of the output layer from the parts of the projection."""
+        sizes = self.sizes
+        inner, shared = self.heads * sizes.width, self.groups * sizes.state
+        mixed = self.core.convolve(mixed, run)
         x, b, c = mixed.split([inner, shared, shared], dim=-1)
         x = x.unflatten(-1, (self.heads, sizes.width))
         b, c = (each.unflatten(-1, (self.groups, sizes.state)) for each in (b, c))
@@ -124,9 +131,9 @@ class Mamba(nn.Module):
         if least > 0 or most is not None:
             step = step.clamp(least, most)
         decay = -self.A_log.exp() * step
-        y = self.core.recur(c, b, x, decay, step, context, cache)
+        y = self.core.recur(c, b, x, decay, step, run)
         y = (y + (self.D.unsqueeze(-1) * x).to(y.dtype)).flatten(-2)
-        return self.output(self._normed(y, gate))
+        return self._normed(y, gate)
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate [tokens, batch, heads * width], and normalize the channels of each group."""

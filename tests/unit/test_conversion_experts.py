@@ -23,7 +23,14 @@ from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
 HIDDEN, FFN, EXPERTS = 4, 6, 3
-MODEL = ModelConfig(2, HIDDEN, 2, ffn_hidden_size=FFN, num_experts=EXPERTS, moe_layer_freq="[0,1]")
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_attention_heads=2,
+    ffn_hidden_size=FFN,
+    num_experts=EXPERTS,
+    moe_layer_freq="[0,1]",
+)
 LOGICAL = {  # the first layer has no experts
     "layers.0.mlp.down": (HIDDEN, FFN),
     "layers.1.moe.gate_up": (EXPERTS, 2, FFN, HIDDEN),

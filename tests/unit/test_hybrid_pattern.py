@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import megalite
 from megalite.checkpoint.compatibility import check_same_function, function_of, model_config
 from megalite.config import ModelConfig, dump, load_yaml
 from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
@@ -117,16 +119,16 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("G", "--linear-num-value-heads 24", "--linear-num-value-heads 24 is not a multiple of --linear-num-key-heads"),
         ("*", "--mamba-state-dim 64", "--mamba-state-dim needs a Mamba-2 layer, M in --hybrid-layer-pattern"),
         ("M", "--mamba-num-heads 8 --linear-key-head-dim 64", "--linear-key-head-dim needs a gated delta net, G in"),
-        ("*K-", "", "'*K-': 'K', character 2, is Kimi delta attention, which megalite does not have yet"),
-        ("L", "", "'L', character 1, is a short convolution, which"),
+        ("L", "--kda-num-heads 8", "--kda-num-heads needs Kimi delta attention, K in --hybrid-layer-pattern"),
+        ("K", "--kda-lower-bound 0", "--kda-lower-bound 0.0 is not below 0"),
+        ("K", "--kda-chunk-size 48", "--kda-chunk-size 48 is not a power of two"),
+        ("K", "--kda-num-heads 9 --tp 2", "2 does not divide the heads of Kimi delta attention, 9"),
+        ("M", "--mamba-num-heads 8 --short-conv-bias", "--short-conv-bias needs a short convolution, L in"),
+        ("L", "--tp 3", "3 does not divide the channels of the short convolution, 16"),
         ("*+", "", "'+', character 2, is multi-head latent attention, which"),
         ("D", "", "'D', character 1, is sparse attention, which"),
         ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
-        (
-            "* -",
-            "",
-            "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, * attention, - dense feed-fo",
-        ),
+        ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, K Kimi"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
         ("*E", "", "'*E' has layers with experts (E): give --num-experts, or write - for a dense layer"),
@@ -337,8 +339,8 @@ def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None
         check_same_function("it", PLAIN, pattern("M-M-"))
 
 
-def test_hugging_face_has_no_other_patterns() -> None:
-    with pytest.raises(CheckpointError, match=r"'\*\*--': only patterns of \* and - or E in turn"):
+def test_other_formats_have_no_other_patterns() -> None:
+    with pytest.raises(CheckpointError, match=r"no family of Hugging Face has .*--hybrid-layer-pattern \*\*--"):
         choose(FAMILIES, pattern("**--"))
 
 
@@ -360,3 +362,20 @@ def test_generation_caches_each_attention() -> None:
     assert network.stage.head is not None
     one_by_one = torch.cat([network.stage.head(hidden) for hidden in found]).transpose(0, 1)
     torch.testing.assert_close(one_by_one[..., :30], logits(network, tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("letter", "name", "problem"),
+    [
+        ("M", "mine", "'M'.*give a letter from a to z or A to Z that is free"),
+        ("D", "mine", "'D'.*that is free"),
+        ("|", "mine", "that is free"),
+        ("xy", "mine", "that is free"),
+        ("x", "mamba", "'mamba'.*give another word"),
+        ("x", "mlp", "give another word"),
+        ("x", "two words", "give another word"),
+    ],
+)
+def test_a_programs_letter_takes_no_others_place(letter: str, name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        megalite.register_layer(letter, name, lambda *_: nn.Identity(), weights=lambda _: 0, products=lambda *_: 0.0)

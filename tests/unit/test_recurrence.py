@@ -169,7 +169,7 @@ def test_segments_in_any_order_pass_states_on(delta: bool, cuts: list[int], docu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [Sizes(2, 2, 4, 16, 32), Sizes(1, 1, 1, 64, 64), Sizes(1, 1, 3, 16, 16)], ids=str)
 def test_cuts_between_chunks_change_no_bit(delta: bool, dtype: torch.dtype, sizes: Sizes) -> None:
-    """Of widths that are multiples of 64 bytes. Of others, another number of products may add in another order."""
+    """Widths are multiples of 64 bytes: of others, another number of products may add in another order."""
     first = firsts(128, *[[5, 64, 100]] * sizes.batch)
     given, how = inputs(128, 0.1, sizes, dtype), {"delta": delta, "chunk": 16}
     output, last = recurrence(*given, **how, segments=segments(first, [0, 128]))
@@ -190,7 +190,7 @@ def test_cuts_between_chunks_change_no_bit(delta: bool, dtype: torch.dtype, size
 
 @KINDS
 def test_the_grid_counts_from_the_start_of_the_sample(delta: bool) -> None:
-    """Where a segment begins on another token, its first chunk ends on the grid."""
+    """A segment that begins on another token has a first chunk that ends on the grid."""
     first, given = firsts(64, [], []), inputs(64, 0.1)
     parts = [[each[start:stop] for each in given] for start, stop in ((0, 21), (21, 64))]
     states = []

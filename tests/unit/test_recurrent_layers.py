@@ -35,8 +35,13 @@ def network(dtype: torch.dtype) -> GPT:
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 8,
+        "kda_num_heads": 4,
+        "kda_head_dim": 6,
+        "short_conv_bias": True,
     }
-    config = ModelConfig(3, 16, 4, vocab_size=30, hybrid_layer_pattern="MG-", position_embedding_type="none", **options)
+    config = ModelConfig(
+        6, 16, 4, vocab_size=30, hybrid_layer_pattern="MG-KLK", position_embedding_type="none", **options
+    )
     model = GPT(config, ParallelMesh(), dtype=dtype)
     initialize(model, 3)
     return model
@@ -48,8 +53,9 @@ def named(model: GPT) -> dict[str, Parameter]:
 
 def test_initial_weights_are_those_of_the_rule() -> None:
     model = network(torch.float64)
-    sizes = {"mamba": (4, 2, 8, 6, 4), "delta": (2, 4, 6, 8, 4)}
-    expected = Network(3, 16, 4, 4, 4, 64, 30, 0.02, pattern="MG-", **sizes).weights(3, torch.float64)
+    sizes: dict[str, Any] = {"mamba": (4, 2, 8, 6, 4), "delta": (2, 4, 6, 8, 4)}
+    sizes |= {"kimi": (4, 6, 4, None), "convolution": (3, True)}
+    expected = Network(6, 16, 4, 4, 4, 64, 30, 0.02, pattern="MG-KLK", **sizes).weights(3, torch.float64)
     assert set(named(model)) == set(expected)
     for parameter, piece in named_pieces(model):
         if piece.tensor.name != "embedding.word":  # padded
