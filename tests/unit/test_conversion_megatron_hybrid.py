@@ -117,9 +117,9 @@ def test_arguments_of_runs_describe_patterns() -> None:
         ({"hybrid_layer_pattern": None}, "--is-hybrid-model True: megalite has no such network"),
         ({"spec": ["my.layers", "spec"]}, "--spec"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: megalite has no such network"),
-        ({"normalization": "LayerNorm"}, "G without RMSNorm, or with"),
-        ({"apply_layernorm_1p": True}, "G without RMSNorm, or with --apply-layernorm-1p"),
-        ({"swiglu": False, "squared_relu": True}, "G without --swiglu"),
+        ({"normalization": "LayerNorm"}, "a gated delta net without --normalization RMSNorm, or with"),
+        ({"apply_layernorm_1p": True}, "RMSNorm, or with --apply-layernorm-1p: megalite has no such network"),
+        ({"swiglu": False, "squared_relu": True}, "a gated delta net without --swiglu"),
         ({"mamba_num_groups": 5}, "is not a multiple of --mamba-num-groups 5"),
     ],
 )
