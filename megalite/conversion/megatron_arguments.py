@@ -46,7 +46,7 @@ _SWITCHES_AND_COUNTS = """multi_latent_attention attention_output_gate qk_l2_nor
     moe_apply_probs_on_input"""
 _CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
     activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json spec moe_latent_size"""
+    heterogeneous_layers_config_encoded_json spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),

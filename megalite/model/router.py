@@ -197,7 +197,7 @@ class Router(nn.Module):
         return logits + expert_factors(of_samples.flatten(0, 1)).log()
 
     def _quantiles(self, logits: Tensor, offset: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the `sum_of_quantiles` of whole samples, on the first of the ranks that share them; zeros on others."""
+        """Return the `sum_of_quantiles` of whole samples, on the first of the ranks that share them; else zeros."""
         excess = excess_over_bars(logits, offset.to(logits.dtype), self.rule.topk, padding)
         sums = sum_of_quantiles(collectives.all_gather(excess, self.sample_group), self.rule.topk)
         return sums if self.sample_group.rank == 0 else torch.zeros_like(sums)
@@ -273,6 +273,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
+        """Update the states by what the tallies of a step add up to."""
         if self.quantile_offset is not None:
             totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])
             offset = self.quantile_offset.values

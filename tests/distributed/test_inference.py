@@ -26,6 +26,7 @@ CELLS = (
     Cell("neox", key_values="mqa", vocabulary="empty"),
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
+    Cell("nemotron", key_values="gqa"),
     Cell("llama", pattern="-**-*"),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
