@@ -50,17 +50,19 @@ TESTED = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment `name`: a Python ("" is the one that runs this file) and a release of torch."""
+    """Environment `name`: a Python ("" is the one that runs this file), a torch, and packages of oracles."""
 
     name: str
     python: str
     torch: str
+    packages: tuple[str, ...] = ()
 
     @property
     def requirements(self) -> list[str]:
         """Return what pip installs: this torch, and what the project and its tests need."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        return [f"torch=={self.torch}", *(name for name in project if not name.startswith("torch")), *TOOLS]
+        others = (*(name for name in project if not name.startswith("torch")), *TOOLS, *self.packages)
+        return [f"torch=={self.torch}", *others]
 
     @property
     def folder(self) -> Path:
@@ -113,7 +115,8 @@ class Environment:
 
 ENVIRONMENTS = (
     Environment("oldest", "", "2.11.0"),
-    Environment("megatron", "3.12", "2.13.0"),  # megatron-core 0.19.2 needs Python 3.12
+    # megatron-core needs Python 3.12, and psutil to save.
+    Environment("megatron", "3.12", "2.13.0", ("megatron-core==0.19.2", "psutil")),
     Environment("newest", "3.13", "2.14.1"),
 )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 65536
-RECURRENT = {"M": "mamba", "G": "gated_delta"}
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -67,6 +67,7 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    output_gate: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
@@ -76,6 +77,8 @@ class Network:
     pattern: str | None = None  # a letter a layer; `expert_layers` then counts the feed-forward layers
     mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # heads, groups, width, state, taps
     delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
+    convolution: tuple[int, bool] = (0, False)  # taps of a short convolution, and whether it has biases
+    kimi: tuple[int, int, int, float | None] = (0, 0, 0, None)  # heads, width, taps, bound of the decay
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -102,6 +105,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.output_gate:
+                found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
         for layer in range(feed_forwards):
             mlp = f"layers.{layer}.mlp."
@@ -133,6 +138,19 @@ class Network:
             found[name + "key"], found[name + "z"] = found[name + "query"], found[name + "value"]
             found[name + "alpha"] = found[name + "beta"]
             found[name + "output"] = ((self.hidden, heads, wide), small)
+        for layer in range((self.pattern or "").count("L")):
+            name = f"layers.{layer}.short_convolution."
+            found |= {name + part: ((self.hidden, self.hidden), self.std) for part in ("B", "C", "x")}
+            found[name + "output"] = ((self.hidden, self.hidden), small)
+        heads, width, _, _ = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            name = f"layers.{layer}.kimi_delta."
+            found |= {name + part: ((heads, width, self.hidden), self.std) for part in ("query", "key", "value")}
+            found[name + "beta"] = ((heads, self.hidden), self.std)
+            for part in ("decay", "gate"):
+                found[f"{name}{part}_a"] = ((width, self.hidden), self.std)
+                found[f"{name}{part}_b"] = ((heads, width, width), self.std)
+            found[name + "output"] = ((self.hidden, heads, width), small)
         return found
 
     def uniform(self) -> dict[str, tuple[tuple[int, ...], str, float, float]]:
@@ -152,6 +170,20 @@ class Network:
             for part, shape in (("query", (keys, width)), ("key", (keys, width)), ("value", (heads, wide))):
                 found[f"{name}conv_{part}"] = ((*shape, taps), "", -bound, bound)
             found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
+        taps, biases = self.convolution
+        for layer in range((self.pattern or "").count("L")):
+            name, bound = f"layers.{layer}.short_convolution.", taps**-0.5
+            found[name + "conv"] = ((self.hidden, taps), "", -bound, bound)
+            if biases:
+                found[name + "conv_bias"] = ((self.hidden,), "", -bound, bound)
+        heads, width, taps, least = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            name, bound = f"layers.{layer}.kimi_delta.", taps**-0.5
+            for part in ("query", "key", "value"):
+                found[f"{name}conv_{part}"] = ((heads, width, taps), "", -bound, bound)
+            found[name + "dt_bias"] = ((heads, width), "step", math.log(1e-3), math.log(1e-1))
+            if least is None:
+                found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
         return found
 
     def _feed_forward(
@@ -190,6 +222,8 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                if self.output_gate:
+                    found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden
@@ -211,6 +245,16 @@ class Network:
             norms |= dict.fromkeys([f"layers.{layer}.gated_delta_norm"], self.hidden)
             found[f"layers.{layer}.gated_delta.dt_bias"] = (heads,), 1.0
             found[f"layers.{layer}.gated_delta.norm.weight"] = (wide,), 1.0
+        for layer in range((self.pattern or "").count("L")):
+            norms |= dict.fromkeys([f"layers.{layer}.short_convolution_norm"], self.hidden)
+            for part in ("B", "C", "x", "output") if self.convolution[1] else ():
+                found[f"layers.{layer}.short_convolution.{part}_bias"] = (self.hidden,), 0.0
+        heads, width, _, least = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            norms |= dict.fromkeys([f"layers.{layer}.kimi_delta_norm"], self.hidden)
+            found[f"layers.{layer}.kimi_delta.norm.weight"] = (width,), 1.0
+            if least is not None:
+                found[f"layers.{layer}.kimi_delta.A_log"] = (heads,), 0.0
         for kind in RECURRENT if self.sandwich else ():
             for layer in range((self.pattern or "").count(kind)):
                 norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden

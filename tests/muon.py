@@ -35,7 +35,7 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
     kind = name.split(".")[-1]
     if kind == "key_value":
         return tensor.transpose(0, 1).flatten(1, 2)
-    if kind == "query":
+    if kind in ("query", "gate"):
         return tensor.flatten(0, 1).unsqueeze(0)
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)

@@ -7,13 +7,14 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
+    layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
     layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -33,12 +34,14 @@ from torch import Tensor
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
 from tests.mixers_oracle import Mixers
+from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
-RECURRENT = {"M": "mamba", "G": "gated_delta"}  # the letters of layers that are not halves of a GPT's
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -56,38 +59,25 @@ NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Oracle:
+class Oracle(Rotary):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
     score_cap: float = math.inf
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
-    position_embedding_type: str = "learned_absolute"  # rope, yarn or none
-    rotary_base: float = 10000.0
-    window_rotary_base: float | None = None  # of layers with a window, which then know of no scaling
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False  # a pair is of neighbours
-    interpolation: float = 1.0  # rotary angles are divided by it
-    use_rope_scaling: bool = False  # Llama 3's
-    rope_scaling_factor: float = 8.0
-    rope_scaling_turns: tuple[float, float] = (1.0, 4.0)  # over the original context
-    rope_scaling_original: int = 8192
-    yarn_factor: float = 1.0
-    yarn_original: int = 4096
-    yarn_turns: tuple[float, float] = (1.0, 32.0)
-    yarn_whole_pairs: bool = True
-    yarn_mscales: tuple[float, float] = (1.0, 0.0)
-    yarn_attention_factor: float | None = None
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward, M, G; None: both halves in each
-    mixers: Mixers = Mixers()
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
+    mixers: Mixers = field(default_factory=Mixers)
 
     def logits(
         self,
@@ -122,6 +112,8 @@ class Oracle:
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
             model = self if window is None or base is None else self.in_windows(base)
+            if place in self.unrotated:
+                model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
@@ -165,13 +157,13 @@ class Oracle:
     def recurrent(
         self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
     ) -> Tensor:
-        """One layer of Mamba-2 or the gated delta net, the one with this number of its kind."""
+        """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
         layer, kind = f"layers.{number}.", RECURRENT[letter]
         normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
-        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + "MG".index(letter))
+        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -203,55 +195,10 @@ class Oracle:
         scores = capped(scores, self.score_cap)
         probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
         context = torch.einsum("bhqk,bkhd->bqhd", dropped(probabilities), value)
+        if name + "gate" in weights:
+            context = context * torch.sigmoid(project(weights, name + "gate", hidden))
         output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
         return output + weights.get(name + "output_bias", 0)
-
-    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotary positions: dimension i of the rotated part turns with i + half or, interleaved, 2i with 2i + 1."""
-        half = int(states.shape[-1] * self.rotary_percent) // 2
-        angles = positions[..., None, None].double() * self.rotary_frequencies(half)
-        amplitude = self.rotary_amplitude()
-        cosine, sine = (amplitude * angles.cos()).to(states.dtype), (amplitude * angles.sin()).to(states.dtype)
-        if self.rotary_interleaved:
-            plane = torch.view_as_complex(states[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
-            turned = torch.view_as_real(plane * torch.complex(cosine, sine)).flatten(-2)
-            return torch.cat((turned, states[..., 2 * half :]), dim=-1)
-        first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
-
-    def rotary_frequencies(self, half: int) -> Tensor:
-        """Radians a position, `[half]`; Llama 3 stretches the wavelengths that 8192 positions saw less than 4 times."""
-        frequencies = self.rotary_base ** -(torch.arange(half, dtype=torch.float64) / half)
-        if self.position_embedding_type == "yarn":
-            return torch.stack([self.yarn_frequency(pair, half) for pair in frequencies.unbind()])
-        if not self.use_rope_scaling:
-            return frequencies / self.interpolation
-        turns, (low, high) = self.rope_scaling_original * frequencies / (2 * math.pi), self.rope_scaling_turns
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # none below one turn, all from four turns on
-        return frequencies * (kept + (1 - kept) / self.rope_scaling_factor)
-
-    def yarn_frequency(self, frequency: Tensor, half: int) -> Tensor:
-        """YaRN (arXiv:2309.00071, 3.2) as published in code: a ramp over the numbers of the pairs, here found back from
-        their frequencies, base^(-pair / half), between those that turn so many times over the original context."""
-
-        def pair_of(frequency: float) -> float:
-            return -half * math.log(frequency) / math.log(self.rotary_base)
-
-        slow, fast = (pair_of(2 * math.pi * turns / self.yarn_original) for turns in self.yarn_turns)
-        if self.yarn_whole_pairs:
-            slow, fast = math.ceil(slow), math.floor(fast)
-        slow, fast = min(slow, 2 * half - 1), max(fast, 0)
-        if slow == fast:
-            slow += 0.001
-        divided = min(max((pair_of(frequency.item()) - fast) / (slow - fast), 0.0), 1.0)
-        return (1 - divided) * frequency + divided * frequency / self.yarn_factor
-
-    def rotary_amplitude(self) -> float:
-        """YaRN's factor on queries and keys (arXiv:2309.00071, 3.4)."""
-        if self.position_embedding_type != "yarn":
-            return 1.0
-        above, below = (0.1 * mscale * math.log(self.yarn_factor) + 1 for mscale in self.yarn_mscales)
-        return above / below if self.yarn_attention_factor is None else self.yarn_attention_factor
 
     def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """The feed-forward half of a layer."""
@@ -290,7 +237,7 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; M and G: none."""
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
     before = [pattern[:place] for place in range(len(pattern))]
     return [
         (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)

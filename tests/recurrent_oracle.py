@@ -60,14 +60,18 @@ def _walk(
 def recurrence_in_torch(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, first: Tensor, *, delta: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs and the last state as torch computes them, with gradients of all inputs."""
+    """Return outputs and the last state as torch computes them, with gradients of all inputs.
+
+    A decay [tokens, batch, heads, key width] is that of each row of the state.
+    """
+    decay = decay if decay.dim() == 4 else decay.unsqueeze(-1)
     groups = torch.arange(value.shape[2]) // (value.shape[2] // key.shape[2])
     query, key = query[:, :, groups], key[:, :, groups]
     state = torch.zeros(*value.shape[1:3], key.shape[3], value.shape[3], dtype=value.dtype)
     outputs = []
     for token in range(len(value)):
         state = state * (first[:, token] != token).to(state.dtype)[:, None, None, None]
-        state = state * decay[token].exp()[..., None, None]
+        state = state * decay[token].exp().unsqueeze(-1)
         added = value[token]
         if delta:
             added = added - torch.einsum("bhkv,bhk->bhv", state, key[token])

@@ -1,4 +1,4 @@
-"""Activations of the feed-forward layer, and the soft cap of logits.
+"""Activations of the feed-forward layer, the gate of attention's output, and the soft cap of logits.
 
 - GELU, exact (with the error function) or in its tanh approximation (arXiv:1606.08415).
 - Squared ReLU (arXiv:2109.08668).
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.implementation import current
-from megalite_kernels.products import changed, product_into
+from megalite_kernels.products import changed, product_into, rounded
 from megalite_kernels.torch_internals import gelu_gradient_into, silu_gradient_into
 
 # ------------------------------------------------------------------------------------------------- the references
@@ -106,6 +106,33 @@ def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
 
 FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, swiglu, geglu, exact_geglu)}
 """The activations by name."""
+
+
+class _SigmoidGated(torch.autograd.Function):
+    """Compute input * sigmoid(gate) in fp32 or wider, saving only the two."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(input, gate)
+        return rounded(_sigmoid(gate) * input, input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        input, gate = ctx.saved_tensors
+        opened = _sigmoid(gate)
+        of_input = opened * gradients[0]
+        of_gate = of_input * input * (1.0 - opened)
+        return rounded(of_input, input.dtype), rounded(of_gate, gate.dtype)
+
+
+def _sigmoid(gate: Tensor) -> Tensor:
+    return torch.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+
+
+def sigmoid_gated(input: Tensor, gate: Tensor) -> Tensor:
+    """Compute input * sigmoid(gate) of two tensors of one shape (arXiv:2505.06708)."""
+    output: Tensor = _SigmoidGated.apply(input, gate)
+    return output
 
 
 def soft_cap(input: Tensor, cap: float) -> Tensor:

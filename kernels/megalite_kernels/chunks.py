@@ -6,8 +6,7 @@ a sample is cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,87 +31,77 @@ class Documents(NamedTuple):
 
     Attributes:
         apart: true for two tokens of different documents, [..., chunk, chunk].
-        enters: true for a token that sees the state before the chunk, [..., chunk].
-        leaves: true for a token of the last token's document, [..., chunk].
-        survives: true if the state before the chunk is part of the one after it, [...].
+        inside: true for a token whose document begins in the chunk, which sees no state from before, [..., chunk].
+        ended: true for a token whose document ends in the chunk, before the last token, [..., chunk].
+        last_inside: `inside` of the last token, [..., 1].
     """
 
     apart: Tensor
-    enters: Tensor
-    leaves: Tensor
-    survives: Tensor
+    inside: Tensor
+    ended: Tensor
+    last_inside: Tensor
 
 
 class Chunks:
-    """The chunks of segments, one segment after another.
+    """The chunks of a segment.
 
     Attributes:
         size: tokens in a chunk.
-        of_segment: for each segment, the indices of its chunks.
+        count: number of chunks.
     """
 
-    def __init__(self, segments: Sequence[Segment], size: int) -> None:
+    def __init__(self, segment: Segment, size: int) -> None:
+        tokens = segment.tokens
         self.size = size
-        self.of_segment: list[range] = []
-        self._segments = segments
-        count = 0
-        for segment in segments:
-            chunks = -(-segment.tokens.stop // size) - segment.tokens.start // size
-            self.of_segment.append(range(count, count + chunks))
-            count += chunks
-        self.count = count
+        self._segment = segment
+        self._pads = tokens.start % size, -tokens.stop % size
+        self._begin = tokens.start - self._pads[0]
+        self.count = (len(tokens) + sum(self._pads)) // size
 
-    @cached_property
-    def _is_aligned(self) -> bool:
-        return all(tokens.start % self.size == 0 and tokens.stop % self.size == 0 for tokens, _ in self._segments)
+    def pad(self, input: Tensor) -> Tensor:
+        """Add zeros to the segment's tokens [tokens, ...] before and after them, so that they are whole chunks."""
+        if not any(self._pads):
+            return input
+        before, after = (input.new_zeros(count, *input.shape[1:]) for count in self._pads)
+        return torch.cat([before, input, after])
 
-    def split(self, input: Tensor, dtype: torch.dtype) -> Tensor:
-        """Arrange [tokens, batch, heads, ...] as [chunks, batch * heads, chunk, ...] in this dtype."""
-        if not self._is_aligned:
-            input = self._padded(input)
-        parts = input.unflatten(0, (self.count, self.size)).movedim(1, 3)
-        return parts.to(dtype).contiguous().flatten(1, 2)
+    def cut(self, padded: Tensor) -> Tensor:
+        """Take away what `pad` added."""
+        return padded[self._pads[0] : len(padded) - self._pads[1]]
 
-    def join(self, parts: Tensor, batch: int, dtype: torch.dtype) -> Tensor:
-        """Arrange as tokens, in this dtype, what `split` arranged as chunks."""
-        tokens = parts.unflatten(1, (batch, -1)).movedim(3, 1).to(dtype).contiguous().flatten(0, 1)
-        if self._is_aligned:
-            return tokens
-        return torch.cat([tokens[place : place + len(segment.tokens)] for place, segment in self._places()])
+    def blocks(self, most: int) -> Iterator[slice]:
+        """Go through the chunks in blocks of at most so many."""
+        for start in range(0, self.count, most):
+            yield slice(start, min(start + most, self.count))
 
-    def _padded(self, input: Tensor) -> Tensor:
-        padded = input.new_zeros(self.count * self.size, *input.shape[1:])
-        taken = 0
-        for place, (tokens, _) in self._places():
-            padded[place : place + len(tokens)] = input[taken : taken + len(tokens)]
-            taken += len(tokens)
-        return padded
+    def documents(self, block: slice) -> Documents | None:
+        """Return the relations of tokens and states of some chunks. None: the sample is one document.
 
-    def _places(self) -> list[tuple[int, Segment]]:
-        """Return each segment with the place of its first token among the padded tokens."""
-        return [
-            (chunks.start * self.size + segment.tokens.start % self.size, segment)
-            for chunks, segment in zip(self.of_segment, self._segments, strict=True)
-        ]
-
-    def documents(self) -> Documents | None:
-        """Return the relations of tokens and states. None: no document ends in these segments' sample."""
-        known = [first for _, first in self._segments if first is not None]
-        if not known:
+        What stands before the segment's first token in its chunk counts as of the document of this token, and is not
+        the document's begin: a state enters the segment, not the chunk.
+        """
+        tokens, first = self._segment
+        if first is None:
             return None
-        padded, starts = [], []
-        for chunks, (tokens, first) in zip(self.of_segment, self._segments, strict=True):
-            if first is None:
-                first = known[0].new_zeros(len(known[0]), len(tokens))
-            before, after = tokens.start % self.size, -tokens.stop % self.size
-            padded += [first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)]
-            starts += [max(tokens.start, (tokens.start // self.size + i) * self.size) for i in range(len(chunks))]
-        of_chunk = torch.cat(padded, dim=1).unflatten(1, (self.count, self.size)).transpose(0, 1).unsqueeze(2)
-        start = torch.tensor(starts, device=of_chunk.device).view(-1, 1, 1, 1)
-        last = of_chunk[..., -1:]
+        before, after = self._pads
+        padded = torch.cat([first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)], dim=1)
+        chosen = padded[:, block.start * self.size : block.stop * self.size]
+        of_chunk = chosen.unflatten(1, (-1, self.size)).transpose(0, 1).unsqueeze(2)
+        starts = [max(tokens.start, self._begin + i * self.size) for i in range(block.start, block.stop)]
+        inside = of_chunk >= torch.tensor(starts, device=of_chunk.device).view(-1, 1, 1, 1)
         return Documents(
             apart=of_chunk.unsqueeze(-1) != of_chunk.unsqueeze(-2),
-            enters=of_chunk < start,
-            leaves=of_chunk == last,
-            survives=(last < start).squeeze(-1),
+            inside=inside,
+            ended=of_chunk != of_chunk[..., -1:],
+            last_inside=inside[..., -1:],
         )
+
+    def split(self, padded: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
+        """Take some chunks of padded tokens [tokens, batch, heads, ...], as [chunks, batch * heads, chunk, ...]."""
+        parts = padded[block.start * self.size : block.stop * self.size].unflatten(0, (-1, self.size))
+        return parts.movedim(1, 3).to(dtype).contiguous().flatten(1, 2)
+
+    def join(self, target: Tensor, block: slice, parts: Tensor) -> None:
+        """Write what `split` took to its place among padded tokens."""
+        tokens = target[block.start * self.size : block.stop * self.size].unflatten(0, (-1, self.size))
+        tokens.copy_(parts.unflatten(1, target.shape[1:3]).movedim(3, 1))

@@ -21,19 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite_kernels.chunks import Chunks, Documents, Segment
+from megalite_kernels.chunks import Segment
+from megalite_kernels.recurrence_segment import FromZero, advance, parts_of, retreat
 
-__all__ = ["Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
-    """What other ranks, with the other segments of the samples, contribute."""
+    """Contribution of the other ranks, which have the other segments of the samples."""
 
     def entering(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the state that enters each own segment, from each one's map: see `advance`."""
@@ -42,19 +43,19 @@ class Scan(Protocol):
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
 
 
-def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
-    """Return the state after a segment: matrix @ state + offset.
+class _Found(NamedTuple):
+    """Output of a recurrence, the state after all chunks, and what backward needs besides the inputs."""
 
-    Args:
-        matrix: [batch, heads, key width, key width]; of the additive recurrence, a number: [batch, heads, 1, 1].
-        offset, state: [batch, heads, key width, value width].
-    """
-    return offset + (matrix @ state if matrix.shape[-1] == state.shape[-2] else matrix * state)
+    output: Tensor
+    last: Tensor
+    saved: list[Tensor]
 
 
-def retreat(matrix: Tensor, offset: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of the state before a segment, from that of the state after it: the adjoint of `advance`."""
-    return advance(matrix.mT, offset, gradient)
+@dataclass
+class Kept:
+    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+
+    found: _Found | None = None
 
 
 def recurrence(
@@ -69,26 +70,29 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
 
     Args:
         query, key: [tokens, batch, key heads, key width]. Consecutive heads share a key head.
         value: [tokens, batch, heads, value width].
-        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider.
+        decay: logarithm of the factor of the state, <= 0, [tokens, batch, heads], in fp32 or wider. With the delta rule
+            and as many key heads as heads, also of each of its rows, [tokens, batch, heads, key width].
         step: [tokens, batch, heads], in fp32 or wider.
         delta: take the delta rule.
-        chunk: tokens in a chunk.
+        chunk: tokens in a chunk; with a decay of each row a power of two.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
-        state: the state that enters the first segment, without a gradient; None for zeros.
+        state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
         scan: what brings each segment the state that enters it; None: each continues the one before it.
+        kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
         The output [tokens, batch, heads, value width] in the dtype of `value`, and the state after the last segment
         [batch, heads, key width, value width], which has no gradient.
     """
-    chunks = Chunks([Segment(range(len(query)), None)] if segments is None else segments, chunk)
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, chunks, delta, scan)
+    segments = [Segment(range(len(query)), None)] if segments is None else segments
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, kept)
     return output, last
 
 
@@ -109,128 +113,44 @@ def step_once(
         each[0].to(state.dtype).repeat_interleave(shared, dim=1).unsqueeze(2) for each in (query, key)
     )
     added = value[0].to(state.dtype).unsqueeze(2)
-    state = state * decay[0].to(state.dtype).exp()[..., None, None]
+    kept = decay[0].to(state.dtype).exp().unsqueeze(-1)
+    state = state * (kept if decay.dim() == 4 else kept.unsqueeze(-1))
     if delta:
         added = added - wide_key @ state
     state = state + wide_key.mT * (added * step[0].to(state.dtype)[..., None, None])
     return (wide_query @ state).squeeze(2).unsqueeze(0).to(value.dtype), state
 
 
-@dataclass
-class _Prepared:
-    """What of the chunks does not depend on states. Heads of all samples stand one after another.
-
-    Attributes:
-        query, key: [chunks, heads, chunk, key width].
-        value: [chunks, heads, chunk, value width].
-        step: [chunks, heads, chunk].
-        pairs: L, [chunks, heads, chunk, chunk].
-        inflow: factor of the entering state for each token, [chunks, heads, chunk].
-        outflow: factor of what each token adds in the leaving state, [chunks, heads, chunk].
-        keep: factor of the entering state in the leaving one, [chunks, heads].
-        scores: query key^T * L, [chunks, heads, chunk, chunk].
-        system: of the delta rule, step * key key^T * L; only what lies below the diagonal counts.
-        added: what tokens add to the state if no state enters, [chunks, heads, chunk, value width].
-        reads: of the delta rule, what must be subtracted from it for an entering state, [chunks, heads, chunk, key
-            width], to be multiplied with the state.
-        gains: e^(c_last - c) * key, [chunks, heads, chunk, key width].
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    step: Tensor
-    pairs: Tensor
-    inflow: Tensor
-    outflow: Tensor
-    keep: Tensor
-    scores: Tensor
-    system: Tensor | None
-    added: Tensor
-    reads: Tensor | None
-    gains: Tensor
-
-
-def _prepare(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, chunks: Chunks, delta: bool
-) -> _Prepared:
-    """Compute all that does not depend on states. Inputs are those of `recurrence`."""
-    wide = torch.promote_types(decay.dtype, torch.float32)
-    batch, shared = query.shape[1], value.shape[2] // key.shape[2]
-    query, key, value, decay, step = (chunks.split(each, wide) for each in (query, key, value, decay, step))
-    total = decay.cumsum(dim=-1)
-    pairs, inflow, outflow, keep = _factors(total, chunks.documents(), batch)
-    scores = _for_heads(query @ key.mT, shared) * pairs
-    products = _for_heads(key @ key.mT, shared) if delta else None
-    query, key = _for_heads(query, shared), _for_heads(key, shared)
-    added, reads, system = value * step.unsqueeze(-1), None, None
-    if products is not None:
-        system = products * pairs * step.unsqueeze(-1)
-        right = torch.cat([added, key * (step * inflow).unsqueeze(-1)], dim=-1)
-        solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        added, reads = (each.contiguous() for each in solved.split([value.shape[-1], key.shape[-1]], dim=-1))
-    gains = key * outflow.unsqueeze(-1)
-    return _Prepared(query, key, value, step, pairs, inflow, outflow, keep, scores, system, added, reads, gains)
-
-
-def _factors(total: Tensor, documents: Documents | None, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `pairs`, `inflow`, `outflow` and `keep` of `_Prepared` from the cumulative sum of the decay.
-
-    What is not seen is masked before the exponential: there it could overflow.
-    """
-    size, last = total.shape[-1], total[..., -1:]
-    differences = total.unsqueeze(-1) - total.unsqueeze(-2)
-    later = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
-    inflow, outflow, keep = total.clone(), last - total, last.squeeze(-1).clone()
-    if documents is not None:
-        later = later | documents.apart
-        inflow.unflatten(1, (batch, -1)).masked_fill_(~documents.enters, -torch.inf)
-        outflow.unflatten(1, (batch, -1)).masked_fill_(~documents.leaves, -torch.inf)
-        keep.unflatten(1, (batch, -1)).masked_fill_(~documents.survives, -torch.inf)
-    differences.unflatten(1, (batch, -1)).masked_fill_(later, -torch.inf)
-    return differences.exp_(), inflow.exp_(), outflow.exp_(), keep.exp_()
-
-
-def _for_heads(of_key_heads: Tensor, shared: int) -> Tensor:
-    """Repeat each key head for the heads that share it: [chunks, key heads, ...] to [chunks, heads, ...]."""
-    return of_key_heads if shared == 1 else of_key_heads.repeat_interleave(shared, dim=1)
-
-
-def _of_key_heads(of_heads: Tensor, shared: int) -> Tensor:
-    """Add up over the heads that share a key head: the adjoint of `_for_heads`."""
-    return of_heads if shared == 1 else of_heads.unflatten(1, (-1, shared)).sum(dim=2)
-
-
-def _run(prepared: _Prepared, states: Tensor, chunks: range, state: Tensor) -> Tensor:
-    """Write the state that enters each of these chunks into `states`, and complete `added`. Return the last state."""
-    keep = prepared.keep[..., None, None]
-    for i in chunks:
-        states[i] = state
-        if prepared.reads is not None:
-            prepared.added[i].baddbmm_(prepared.reads[i], state, alpha=-1)
-        state = torch.baddbmm(keep[i] * state, prepared.gains[i].mT, prepared.added[i])
-    return state
-
-
-def _map(prepared: _Prepared, chunks: range) -> tuple[Tensor, Tensor]:
-    """Return matrix and offset of the map of these chunks, [heads, ...]: see `advance`."""
-    keep, width = prepared.keep[..., None, None], prepared.key.shape[-1]
-    heads, one = len(keep[0]), torch.ones_like(keep[0])
-    matrix = one if prepared.reads is None else one * torch.eye(width, dtype=one.dtype, device=one.device)
-    offset = one.new_zeros(heads, width, prepared.value.shape[-1])
-    for i in chunks:
-        gains, added = prepared.gains[i].mT, prepared.added[i]
-        if prepared.reads is None:
-            matrix = keep[i] * matrix
-        else:
-            added = torch.baddbmm(added, prepared.reads[i], offset, alpha=-1)
-            matrix = torch.baddbmm(keep[i] * matrix, gains, prepared.reads[i] @ matrix, alpha=-1)
-        offset = torch.baddbmm(keep[i] * offset, gains, added)
-    return matrix, offset
+def _forward(
+    inputs: Sequence[Tensor],
+    state: Tensor | None,
+    segments: Sequence[Segment],
+    chunk: int,
+    delta: bool,
+    scan: Scan | None,
+) -> _Found:
+    """Compute the segments one after another, or with a scan all from zero before the first state enters."""
+    _, key, value, _, _ = inputs
+    parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
+    states = [part.new(key.shape[3], value.shape[3]) for part in parts]
+    last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
+    outputs, of_maps = [], []
+    if scan is None:
+        for part, own in zip(parts, states, strict=True):
+            output, last = part.run(own, last)
+            outputs.append(output)
+    else:
+        runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+        maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
+        entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+        outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
+        last = advance(*runs[-1].map, entering[-1])
+        of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
+    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
 
 
 class _Recurrence(torch.autograd.Function):
-    """Recurrence in chunks, which saves its inputs and the state before each chunk."""
+    """Recurrence that saves its inputs and the state before each chunk; with a scan also the reach of a state."""
 
     @staticmethod
     def forward(
@@ -241,124 +161,48 @@ class _Recurrence(torch.autograd.Function):
         decay: Tensor,
         step: Tensor,
         state: Tensor | None,
-        chunks: Chunks,
+        segments: Sequence[Segment],
+        chunk: int,
         delta: bool,
         scan: Scan | None,
+        kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
-        prepared = _prepare(query, key, value, decay, step, chunks, delta)
-        heads, widths = value.shape[1:3], (key.shape[3], value.shape[3])
-        states = prepared.keep.new_empty(*prepared.keep.shape, *widths)
-        last = states.new_zeros(*heads, *widths) if state is None else state.to(states.dtype)
-        entering, matrices = [last], []
-        if scan is not None:
-            maps = [tuple(each.unflatten(0, heads) for each in _map(prepared, run)) for run in chunks.of_segment]
-            entering, matrices = scan.entering(maps, delta), [matrix for matrix, _ in maps]
-        for i, run in enumerate(chunks.of_segment):
-            if i < len(entering):
-                last = entering[i]
-            last = _run(prepared, states, run, last.flatten(0, 1)).unflatten(0, heads)
-        output = (prepared.query @ states) * prepared.inflow.unsqueeze(-1) + prepared.scores @ prepared.added
-        ctx.save_for_backward(query, key, value, decay, step, states, *matrices)
-        ctx.chunks, ctx.delta, ctx.scan = chunks, delta, scan
-        ctx.mark_non_differentiable(last)
-        return chunks.join(output, heads[0], value.dtype), last
+        inputs = query, key, value, decay, step
+        found = None if kept is None else kept.found
+        if found is None:
+            found = _forward(inputs, state, segments, chunk, delta, scan)
+            if kept is not None:
+                kept.found = found
+        ctx.save_for_backward(*inputs, *found.saved)
+        ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
+        ctx.mark_non_differentiable(found.last)
+        return found.output, found.last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, decay, step, states, *matrices = ctx.saved_tensors
-        chunks, shared = ctx.chunks, value.shape[2] // key.shape[2]
-        prepared = _prepare(query, key, value, decay, step, chunks, ctx.delta)
-        if prepared.reads is not None:
-            prepared.added.sub_(prepared.reads @ states)
-        gradient = chunks.split(grad_output, states.dtype)
-        grad_added = prepared.scores.mT @ gradient
-        grad_states = (prepared.query * prepared.inflow.unsqueeze(-1)).mT @ gradient
-        leaving = _leaving(prepared, grad_added, grad_states, matrices, ctx, value.shape[1:3])
-        found = _gradients(prepared, states, gradient, grad_added, leaving, shared)
-        inputs = (query, key, value, decay, step)
-        return *(chunks.join(one, query.shape[1], of.dtype) for one, of in zip(found, inputs, strict=True)), *[None] * 4
+        """Go back through the segments, from the last one to the first."""
+        saved = ctx.saved_tensors  # a layer that is computed again unpacks them no second time
+        inputs, rest = saved[:5], saved[5:]
+        parts, heads = parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
+        count = len(parts)
+        states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        incoming = [
+            part.chunks.pad(own)
+            for part, own in zip(parts, grad_output.split([len(tokens) for tokens, _ in ctx.segments]), strict=True)
+        ]
+        gradient, leaving = torch.zeros_like(states[0][0]), []
+        if ctx.scan is not None:
+            of_parts = zip(parts, reaches, incoming, strict=True)
+            offsets = [part.reached(reach, own).unflatten(0, heads) for part, reach, own in of_parts]
+            maps = list(zip(matrices, offsets, strict=True))
+            leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
+        found: list[list[Tensor]] = []
+        for i in reversed(range(count)):
+            grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
+            found.insert(0, grads)
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 6
 
 
-def _leaving(
-    prepared: _Prepared, grad_added: Tensor, grad_states: Tensor, matrices: list[Tensor], ctx: Any, heads: torch.Size
-) -> Tensor:
-    """Return the gradient of the state after each chunk, [chunks, heads, ...], and complete `grad_added`.
-
-    Args:
-        grad_added: gradient of `added` without what comes from later chunks.
-        grad_states: gradient of the state before each chunk, likewise.
-        matrices: of the segments' maps, if there is a scan.
-    """
-    leaving, zero = torch.empty_like(grad_states), torch.zeros_like(grad_states[0])
-    segments = ctx.chunks.of_segment
-    given: list[Tensor] = []
-    if ctx.scan is not None:
-        offsets = [_reverse(prepared, grad_added.clone(), grad_states, leaving, run, zero) for run in segments]
-        maps = [(matrix, offset.unflatten(0, heads)) for matrix, offset in zip(matrices, offsets, strict=True)]
-        given = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
-    current = zero
-    for i, run in reversed(list(enumerate(segments))):
-        current = _reverse(prepared, grad_added, grad_states, leaving, run, given[i] if given else current)
-    return leaving
-
-
-def _reverse(
-    prepared: _Prepared, grad_added: Tensor, grad_states: Tensor, leaving: Tensor, chunks: range, gradient: Tensor
-) -> Tensor:
-    """Go back through chunks with the gradient of the state after them, and return that of the state before them."""
-    keep = prepared.keep[..., None, None]
-    for i in reversed(chunks):
-        leaving[i] = gradient
-        grad_added[i].baddbmm_(prepared.gains[i], gradient)
-        gradient = keep[i] * gradient + grad_states[i]
-        if prepared.reads is not None:
-            gradient.baddbmm_(prepared.reads[i].mT, grad_added[i], alpha=-1)
-    return gradient
-
-
-def _gradients(
-    prepared: _Prepared, states: Tensor, gradient: Tensor, grad_added: Tensor, leaving: Tensor, shared: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key, value, decay and step, arranged as chunks.
-
-    The gradient of each factor e^x is one of x when multiplied with the factor. All are gathered as one of c.
-    """
-    query, key, value, step = prepared.query, prepared.key, prepared.value, prepared.step.unsqueeze(-1)
-    inflow, outflow = prepared.inflow.unsqueeze(-1), prepared.outflow.unsqueeze(-1)
-    grad_scores = gradient @ prepared.added.mT
-    through = grad_scores * prepared.scores
-    grad_products = grad_scores * prepared.pairs
-    grad_query = (gradient @ states.mT) * inflow
-    grad_key = (prepared.added @ leaving.mT) * outflow
-    of_outflow = (grad_key * key).sum(dim=-1)
-    grad_total = (grad_query * query).sum(dim=-1) - of_outflow
-    grad_last = of_outflow.sum(dim=-1) + (states * leaving).sum(dim=(-2, -1)) * prepared.keep
-    grad_right, grad_step = grad_added, None
-    symmetric = None
-    if prepared.system is not None:
-        grad_right = torch.linalg.solve_triangular(prepared.system.mT, grad_added, upper=True, unitriangular=True)
-        read = (grad_right @ states.mT) * inflow
-        of_read = (read * key).sum(dim=-1)
-        grad_system = (grad_right @ prepared.added.mT).tril(-1).neg_()
-        of_step = grad_system * prepared.pairs
-        products = _for_heads(key[:, ::shared] @ key[:, ::shared].mT, shared)
-        grad_step = (of_step * products).sum(dim=-1) - of_read
-        through = through + grad_system * prepared.system
-        symmetric = of_step * step
-        grad_total = grad_total - of_read * prepared.step
-        grad_key = grad_key - read * step
-    of_value = (grad_right * value).sum(dim=-1)
-    grad_step = of_value if grad_step is None else grad_step + of_value
-    through = through.tril(-1)
-    grad_total = grad_total + through.sum(dim=-1) - through.sum(dim=-2)
-    grad_total[..., -1] += grad_last
-    grad_decay = grad_total.flip(-1).cumsum(dim=-1).flip(-1)
-    query, key = query[:, ::shared], key[:, ::shared]
-    grad_products = _of_key_heads(grad_products, shared)
-    grad_query = _of_key_heads(grad_query, shared) + grad_products @ key
-    grad_key = _of_key_heads(grad_key, shared) + grad_products.mT @ query
-    if symmetric is not None:
-        symmetric = _of_key_heads(symmetric, shared)
-        grad_key = grad_key + (symmetric + symmetric.mT) @ key
-    return grad_query, grad_key, grad_right * step, grad_decay, grad_step
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megalite.config.layer_specs import FeedForward, Mixer
@@ -25,7 +25,8 @@ class LayerCost:
 
 
 def _attention_weights(model: ModelConfig) -> int:
-    return 2 * model.hidden_size * (model.num_attention_heads + model.kv_groups) * model.head_dim
+    of_heads = 3 if model.attention_output_gate else 2  # queries, perhaps gates, and the output layer
+    return model.hidden_size * (of_heads * model.num_attention_heads + 2 * model.kv_groups) * model.head_dim
 
 
 def _attention_products(model: ModelConfig, seen: float) -> float:
@@ -59,7 +60,7 @@ def _mamba_weights(model: ModelConfig) -> int:
 
 
 def _mamba_products(model: ModelConfig, seen: float) -> float:
-    """Within a chunk, a token meets half of it on average; between chunks, each state twice."""
+    """Sum up: within a chunk, a token meets half of it on average; between chunks, each state twice."""
     heads, width, state = model.mamba_heads, model.mamba_head_dim, model.mamba_state_dim
     shared = model.mamba_num_groups * state
     met = min(model.mamba_chunk_size / 2, seen)
@@ -74,18 +75,43 @@ def _delta_weights(model: ModelConfig) -> int:
 
 
 def _delta_products(model: ModelConfig, seen: float) -> float:
-    """As for Mamba-2. Within a chunk there are also the products of keys with keys, and the solution of a triangle."""
+    """Sum as for Mamba-2, with products of keys with keys, of each head of keys, and the solution of a triangle."""
     heads, key, value = model.linear_num_value_heads, model.linear_key_head_dim, model.linear_value_head_dim
     met = min(model.linear_chunk_size / 2, seen)
-    channels = 2 * model.linear_num_key_heads * key + heads * value
-    within = met * heads * (3 * key + 2 * value)
-    return _delta_weights(model) + model.linear_conv_kernel_dim * channels + within + 3 * heads * key * value
+    shared = model.linear_num_key_heads * key
+    convolution = model.linear_conv_kernel_dim * (2 * shared + heads * value)
+    within = met * (2 * shared + heads * (key + 2 * value))
+    return _delta_weights(model) + convolution + within + 3 * heads * key * value
 
 
-LAYER_COSTS: Mapping[Mixer | FeedForward, LayerCost] = {
+def _kimi_weights(model: ModelConfig) -> int:
+    """Queries, keys, values and output; for decay and gate a product of two matrices each; beta."""
+    inner, rank = model.kda_num_heads * model.kda_head_dim, model.kda_head_dim
+    return model.hidden_size * (4 * inner + 2 * rank + model.kda_num_heads) + 2 * rank * inner
+
+
+def _kimi_products(model: ModelConfig, seen: float) -> float:
+    """As for the gated delta net; the factors of decays stand in the queries and keys of products within a chunk."""
+    inner, width = model.kda_num_heads * model.kda_head_dim, model.kda_head_dim
+    within = 5 * min(model.kda_chunk_size / 2, seen) * inner
+    return _kimi_weights(model) + 3 * model.kda_conv_kernel_dim * inner + within + 3 * inner * width
+
+
+def _convolution_weights(model: ModelConfig) -> int:
+    return 4 * model.hidden_size**2
+
+
+def _convolution_products(model: ModelConfig, seen: float) -> float:
+    """Each channel has two products with gates beside those of the convolution."""
+    return _convolution_weights(model) + (model.short_conv_kernel_dim + 2) * model.hidden_size
+
+
+LAYER_COSTS: dict[Mixer | FeedForward, LayerCost] = {
     "attention": LayerCost(_attention_weights, _attention_products),
     "mamba": LayerCost(_mamba_weights, _mamba_products),
     "gated_delta": LayerCost(_delta_weights, _delta_products),
+    "kimi_delta": LayerCost(_kimi_weights, _kimi_products),
+    "short_convolution": LayerCost(_convolution_weights, _convolution_products),
     "dense": LayerCost(_dense_weights, lambda model, seen: _dense_weights(model)),
     "moe": LayerCost(_experts_weights, _experts_products),
 }

@@ -17,9 +17,10 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
-from megalite.config.layer_specs import NEXT_STAGE, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
+from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
@@ -187,9 +188,9 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, * attention, - dense feed-forward, E
-    experts, each with its norm and its residual; | begins the next pipeline stage. Unset: every layer is attention and
-    a feed-forward layer."""
+    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
+    * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
+    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -220,11 +221,33 @@ class ModelConfig:
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
+    no_rope_freq: str | None = None
+    """Layers whose queries and keys are not rotated: N means every N-th; or a list of 1 (not rotated) or 0 per layer,
+    like ([0]*3+[1])*6; unset: none."""
     moe_latent_size: PositiveInt | None = None
     """Width of tokens at the routed experts: a matrix before them narrows the tokens, and one after them widens their
     sum (Nemotron 3); unset: hidden-size."""
     moe_router_quantile_balancing_ema: ShareBelowOne = 0.0
     """Share of its old value that each step leaves of an offset of quantile_balancing."""
+    short_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 3
+    """Tokens that a short convolution layer sees (LFM2)."""
+    short_conv_bias: bool = False
+    """Biases in a short convolution layer: of its projections and of the convolution."""
+    kda_num_heads: PositiveInt = 32
+    """Heads of a layer of Kimi delta attention."""
+    kda_head_dim: PositiveInt = 128
+    """Width of a head of Kimi delta attention, and of what decays and gates are made of."""
+    kda_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of Kimi delta attention sees."""
+    kda_lower_bound: float | None = None
+    """Least logarithm of the decay of a token in Kimi delta attention, which a sigmoid is multiplied with (Kimi K3,
+    GLM-5.3: -5); unset: none, with a softplus."""
+    kda_chunk_size: PositiveInt = 64
+    """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
+    rounding."""
 
     @property
     def rotary(self) -> bool:
@@ -245,13 +268,21 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows)
+            return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
-            for before, has_experts in zip(windows, experts, strict=True)
+            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
         )
+
+    @property
+    def depth(self) -> str:
+        """Number of layers, with the flag that gives it, for messages."""
+        if (pattern := self.hybrid_layer_pattern) is None:
+            return f"--num-layers {self.num_layers}"
+        return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
@@ -353,11 +384,6 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         num_layers=len(mixers),
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
         hybrid_layer_pattern=None,
     )
-
-
-def without_stages(model: ModelConfig) -> ModelConfig:
-    """Return the same network, whose pattern does not say where stages begin: for another number of ranks."""
-    pattern = model.hybrid_layer_pattern
-    return model if pattern is None else replace(model, hybrid_layer_pattern=pattern.replace(NEXT_STAGE, ""))

@@ -30,11 +30,14 @@ from megalite.config.validate_model import (
     idle_positions,
     network_problems,
     relation_problems,
+    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
@@ -44,6 +47,8 @@ _IDLE_WITH_ONE_RANK = {
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
+_OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm attn_logit_softcapping query_pre_attn_scalar
+    window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling rope_scaling_*"""
 
 
 def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
@@ -93,6 +98,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for axis, names in _IDLE_WITH_ONE_RANK.items():
         if getattr(config.parallel, axis) == 1:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
+    if (pattern := config.model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
+        yield "model", _OF_ATTENTION, f", since {PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
@@ -386,9 +393,10 @@ def _experts(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
-        yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
-        yield from needs(config.checkpoint, "moe_use_upcycling", "--num-experts")
-        yield from needs(config.training, "moe_record_routing moe_replay_routing", "--num-experts")
+        needed = what_has_experts(model)
+        yield from needs(parallel, "expert_model_parallel_size", needed)
+        yield from needs(config.checkpoint, "moe_use_upcycling", needed)
+        yield from needs(config.training, "moe_record_routing moe_replay_routing", needed)
         return
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
@@ -456,7 +464,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if (pattern := model.hybrid_layer_pattern) is not None:
         if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
+            yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
         yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
@@ -466,6 +474,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    yield from uneven_recurrent_widths(model, tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:
@@ -489,7 +498,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         if method is None or number is None:
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
         elif number > layers:
-            yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
+            yield f"--recompute-num-layers {number} is more than {config.model.depth}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.recompute_granularity != "selective":

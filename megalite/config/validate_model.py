@@ -66,6 +66,11 @@ def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
         yield f"{what} says which layers have experts (E): leave --moe-layer-freq out"
     if model.use_parallel_residual:
         yield f"{what} has one half of a block in each layer: --use-parallel-residual needs both in one, leave it out"
+    if (model.no_rope_freq or "").strip().isdigit():
+        yield (
+            f"{what}: give --no-rope-freq as a list with an entry for each letter, 1 for attention without rotation, "
+            "because a number counts all letters"
+        )
     frequency = model.window_attn_skip_freq
     if model.window_size is not None and (frequency is None or frequency.strip().isdigit()):
         yield (
@@ -124,7 +129,7 @@ def idle_positions(model: ModelConfig) -> Iterator[str]:
             yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
         yield from needs(model, scalings, "--position-embedding-type rope: YaRN is a scaling of its own")
     if not model.rotary:
-        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base {scalings}"
+        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base no_rope_freq {scalings}"
         yield from needs(model, names, "--position-embedding-type rope")
     if not model.use_rope_scaling:
         yield from needs(model, "rope_scaling_*", "--use-rope-scaling")
@@ -151,19 +156,19 @@ def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     if model.num_experts is not None:
         widths |= {"expert width": model.expert_ffn_size}
         widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
-    widths |= uneven_recurrent_widths(model)
-    return [
+    uneven = [
         f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
         for what, width in widths.items()
         if ranks < 1 or width % ranks
     ]
+    return uneven if ranks < 1 else [*uneven, *uneven_recurrent_widths(model, ranks)]
 
 
 def expert_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a line for each relation between the options of experts that does not hold."""
     experts, topk = model.num_experts, model.moe_router_topk
     if experts is None:
-        yield from needs(model, "moe_*", "--num-experts")
+        yield from needs(model, "moe_*", what_has_experts(model))
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
@@ -193,6 +198,13 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     if model.moe_shared_expert_intermediate_size is None:
         names = "moe_shared_expert_gate moe_shared_expert_overlap"
         yield from needs(model, names, "--moe-shared-expert-intermediate-size")
+
+
+def what_has_experts(model: ModelConfig) -> str:
+    """Return what a network without experts lacks, for messages about their flags."""
+    pattern = model.hybrid_layer_pattern
+    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern
+    return f"a layer with experts ({EXPERTS_LETTER}) in {PATTERN_FLAG}" if lacks_letter else "--num-experts"
 
 
 def has_idle_softmax(model: ModelConfig) -> bool:

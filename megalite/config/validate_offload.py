@@ -17,10 +17,10 @@ def activation_problems(config: RunConfig) -> Iterator[str]:
     if offload.fine_grained_activation_offloading:
         yield from _modules(config)
     if count := offload.cpu_offloading_num_layers:
-        most, layers = max(layers_of_ranks(config.model, config.parallel)), config.model.num_layers
-        if count >= layers:
+        most = max(layers_of_ranks(config.model, config.parallel))
+        if count >= config.model.num_layers:
             yield (
-                f"--cpu-offloading-num-layers {count} must be below --num-layers {layers}: at least the last layer, "
+                f"--cpu-offloading-num-layers {count} must be below {config.model.depth}: at least the last layer, "
                 "whose backward follows, stays"
             )
         elif count > most:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, PATTERN_FLAG
+from megalite.config.layer_specs import CONVOLUTION_LETTER, DELTA_LETTER, KIMI_LETTER, MAMBA_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 
 
 def recurrent_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each option of recurrent layers that contradicts another, or is for a layer that is not there."""
+    """Yield a line for each option of recurrent layers that contradicts another, or is for a layer not there."""
     letters = model.hybrid_layer_pattern or ""
     if MAMBA_LETTER not in letters:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
     else:
         yield from _mamba(model)
+    if KIMI_LETTER not in letters:
+        yield from needs(model, "kda_*", f"Kimi delta attention, {KIMI_LETTER} in {PATTERN_FLAG}")
+    if model.kda_lower_bound is not None and not -math.inf < model.kda_lower_bound < 0:
+        yield f"--kda-lower-bound {model.kda_lower_bound} is not below 0: no decay lets a state grow"
+    if (chunk := model.kda_chunk_size) & (chunk - 1):
+        yield f"--kda-chunk-size {chunk} is not a power of two"
+    if CONVOLUTION_LETTER not in letters:
+        yield from needs(model, "short_conv_*", f"a short convolution, {CONVOLUTION_LETTER} in {PATTERN_FLAG}")
     if DELTA_LETTER not in letters:
         yield from needs(model, "linear_*", f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
     elif (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
@@ -36,12 +45,21 @@ def _mamba(model: ModelConfig) -> Iterator[str]:
         yield f"--mamba-dt-max {model.mamba_dt_max} is less than --mamba-dt-min {model.mamba_dt_min}"
 
 
-def uneven_recurrent_widths(model: ModelConfig) -> dict[str, int]:
-    """Return the widths of recurrent layers that tensor-parallel ranks must split evenly, by their names."""
-    kinds = {layer.mixer for layer in model.layers}
-    widths = {}
+def uneven_recurrent_widths(model: ModelConfig, ranks: int) -> Iterator[str]:
+    """Yield a line for each kind of recurrent layer whose heads so many tensor-parallel ranks cannot share."""
+    kinds, flag = {layer.mixer for layer in model.layers}, f"--tensor-model-parallel-size {ranks}"
+    sizes = []
     if "mamba" in kinds:
-        widths |= {"Mamba-2 heads": model.mamba_heads, "Mamba-2 groups": model.mamba_num_groups}
+        sizes.append(("Mamba-2 heads", model.mamba_heads, "--mamba-num-groups", model.mamba_num_groups))
     if "gated_delta" in kinds:
-        widths["key heads of the gated delta net"] = model.linear_num_key_heads
-    return widths
+        heads, keys = model.linear_num_value_heads, model.linear_num_key_heads
+        sizes.append(("heads of the gated delta net", heads, "--linear-num-key-heads", keys))
+    if "kimi_delta" in kinds:
+        sizes.append(("heads of Kimi delta attention", model.kda_num_heads, "--kda-num-heads", model.kda_num_heads))
+    if "short_convolution" in kinds:
+        sizes.append(("channels of the short convolution", model.hidden_size, "--hidden-size", model.hidden_size))
+    for what, heads, name, groups in sizes:
+        if heads % ranks:
+            yield f"{flag} does not divide the {what}, {heads}"
+        elif groups % ranks and ranks % groups:
+            yield f"{flag} is neither a divisor nor a multiple of {name} {groups}: ranks cannot share them evenly"

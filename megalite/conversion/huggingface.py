@@ -22,7 +22,7 @@ from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
-from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.data.tokenizers import build_tokenizer
 from megalite.data.tokenizers.folder import read_folder
 from megalite.errors import CheckpointError, ConfigurationError, DataError
@@ -54,7 +54,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     ends = tuple(sorted(end_tokens(folder)))
     logical = logical_tensors(model)
     # Experts one by one, or the experts of a layer together.
-    mappings = [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
+    mappings = [file_tensors(rules, model, logical, family.halves) for rules in (family.rules, family.fused) if rules]
     forms = {frozenset(each.name for each in mapping): mapping for mapping in mappings}
     files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
@@ -201,7 +201,8 @@ def write_huggingface(
     if companions is not None and (companions / "config.json").is_file():
         before = read_json(companions / "config.json", largest=LARGEST_CONFIG)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
+    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
+    files = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
     config["torch_dtype"] = dtype_name(dtype or opened.dtype)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
     shards, file_format = weight_files(files.tensors, shard)

@@ -78,7 +78,8 @@ class HuggingFaceFiles:
 
 def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
     name = family.renamed.get(name, name)
-    return family.prefix + name if name not in expected and family.prefix + name in expected else name
+    others = (ours + name.removeprefix(theirs) for theirs, ours in family.prefixes.items() if name.startswith(theirs))
+    return name if name in expected else next((other for other in others if other in expected), name)
 
 
 def _open(folder: Path) -> Iterator[_Tensors]:

@@ -18,13 +18,10 @@ from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
-from megalite.model.recurrent import LogOfUniform, RecurrentCache, RecurrentCore, by_heads, of_heads, taps_of
+from megalite.model.recurrent import LogOfUniform, RecurrentCore, Run, of_heads, of_length_one, of_parts, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Normal
-
-LENGTH_EPSILON = 1e-6
-"""Number added to the squared length of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,11 @@ class GatedDeltaSizes:
 class GatedDelta(nn.Module):
     """Gated delta net. Input and output are [sequence (/ size under sequence parallelism), batch, hidden]."""
 
-    def __init__(self, context: ParallelContext, name: str, sizes: GatedDeltaSizes) -> None:
+    def __init__(self, context: ParallelContext, name: str, sizes: GatedDeltaSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.sizes = sizes
         ranks = context.group("heads").size
-        self.key_heads, self.heads = sizes.key_heads // ranks, sizes.heads // ranks
+        self.key_heads, self.heads = max(sizes.key_heads // ranks, 1), sizes.heads // ranks
         taps, draw, hidden, heads = sizes.taps, Normal(sizes.std), sizes.hidden, sizes.heads
         keys, values = (sizes.key_heads, sizes.key_width), (sizes.heads, sizes.value_width)
 
@@ -73,14 +70,16 @@ class GatedDelta(nn.Module):
         def gate(part: str) -> LogicalTensor:
             return LogicalTensor(f"{name}.{part}", (heads, hidden), draw, True, "heads hidden -> 1 heads hidden")
 
-        parts = [("query", keys), ("key", keys), ("value", values)]
-        projections = [*(projection(*part) for part in parts), projection("z", values), gate("beta"), gate("alpha")]
-        self.input = ColumnParallelLinear(context, "heads", [by_heads(context, projections)])
+        parts = [("value", values), ("query", keys), ("key", keys)]
+        own = [projection("z", values), gate("beta"), gate("alpha"), projection(*parts[0])]
+        weights = of_parts(context, own, [projection(*part) for part in parts[1:]])
+        self.input = ColumnParallelLinear(context, "heads", weights)
         convolved = [
             LogicalTensor(f"{name}.conv_{part}", (*shape, taps), taps_of((*shape, taps), taps), True)
             for part, shape in parts
         ]
-        self.core = RecurrentCore(context, convolved, [], taps=taps, delta=True, chunk=sizes.chunk)
+        places = of_parts(context, convolved[:1], convolved[1:])
+        self.core = RecurrentCore(context, places, [], taps=taps, delta=True, chunk=sizes.chunk, recompute=recompute)
 
         def vector(part: str, initial: Drawn | Constant) -> nn.Parameter:
             return context.parameter(context.split(of_heads(f"{name}.{part}", heads, initial), {0: "heads"}, columns=0))
@@ -94,26 +93,23 @@ class GatedDelta(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
+        sizes = self.sizes
         keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
-        mixed, gate, beta, alpha = self.input(hidden).split(
-            [2 * keys + values, values, self.heads, self.heads], dim=-1
-        )
-        query, key, value = self.core.convolve(mixed, context, cache).split([keys, keys, values], dim=-1)
+        *others, mixed = self.input(hidden).split([values, self.heads, self.heads, values + 2 * keys], dim=-1)
+        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self))
+
+    def _mix(self, mixed: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, run: Run) -> Tensor:
+        """Return the input of the output layer from the parts of the projection."""
+        sizes = self.sizes
+        keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
+        value, query, key = self.core.convolve(mixed, run).split([values, keys, keys], dim=-1)
         query, key = (each.unflatten(-1, (self.key_heads, sizes.key_width)) for each in (query, key))
-        query, key = _of_length_one(query, sizes.key_width**-0.5), _of_length_one(key, 1.0)
+        query, key = of_length_one(query, sizes.key_width**-0.5), of_length_one(key, 1.0)
         value = value.unflatten(-1, (self.heads, sizes.value_width))
         wide = self.dt_bias.dtype
         decay = -self.A_log.exp() * F.softplus(alpha.to(wide) + self.dt_bias)
         step = sizes.strength * torch.sigmoid(beta.to(wide))
-        output = self.norm(self.core.recur(query, key, value, decay, step, context, cache))
+        output = self.norm(self.core.recur(query, key, value, decay, step, run))
         gate = gate.unflatten(-1, (self.heads, sizes.value_width))
         gated = (output.to(wide) * F.silu(gate.to(wide))).to(output.dtype)
-        return self.output(gated.flatten(-2))
-
-
-def _of_length_one(heads: Tensor, factor: float) -> Tensor:
-    """Divide each head [..., width] by its length, in fp32 or wider, and multiply it with `factor`."""
-    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
-    inverse = (wide.square().sum(-1, keepdim=True) + LENGTH_EPSILON).rsqrt()
-    return (wide * (inverse * factor)).to(heads.dtype)
+        return gated.flatten(-2)

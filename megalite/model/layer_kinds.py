@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -18,12 +18,14 @@ from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
+from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
 from megalite.model.mamba import Mamba, MambaSizes
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.model.router import Router
+from megalite.model.short_convolution import ConvolutionSizes, ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.stage import LossTerm, TermSums
 
@@ -90,6 +92,8 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        rotary=config.layers[layer].rotary,
+        output_gate=config.attention_output_gate,
     )
     norm = make_norm(config) if config.qk_layernorm else None
     return Attention(
@@ -116,7 +120,8 @@ def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recomp
         limits=(config.mamba_dt_min, config.mamba_dt_max),
         chunk=config.mamba_chunk_size,
     )
-    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes, recompute=recomputed)
 
 
 def make_gated_delta(
@@ -136,7 +141,41 @@ def make_gated_delta(
         strength=2.0 if config.linear_allow_neg_eigval else 1.0,
         chunk=config.linear_chunk_size,
     )
-    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes)
+    recomputed = recompute is not None and recompute.attention
+    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes, recompute=recomputed)
+
+
+def make_kimi_delta(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> KimiDelta:
+    """Make the Kimi delta attention of a layer from the network's configuration."""
+    sizes = KimiDeltaSizes(
+        hidden=config.hidden_size,
+        heads=config.kda_num_heads,
+        width=config.kda_head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        epsilon=config.norm_epsilon,
+        taps=config.kda_conv_kernel_dim,
+        bound=config.kda_lower_bound,
+        chunk=config.kda_chunk_size,
+    )
+    recomputed = recompute is not None and recompute.attention
+    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes, recompute=recomputed)
+
+
+def make_short_convolution(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> ShortConvolution:
+    """Make the short convolution of a layer from the network's configuration."""
+    sizes = ConvolutionSizes(
+        hidden=config.hidden_size,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        taps=config.short_conv_kernel_dim,
+        bias=config.short_conv_bias,
+    )
+    return ShortConvolution(context, f"layers.{config.numbers[layer][0]}.short_convolution", sizes)
 
 
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
@@ -172,12 +211,17 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
     return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
 
-LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
+def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]) -> LayerKind:
+    """Return a kind of mixer that is no half of a GPT's block. `name`: its name in `LayerSpec`."""
+    return LayerKind(make, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
+
+
+LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
-    "mamba": LayerKind(make_mamba, "mamba_norm", "mamba_output_norm", "mamba output"),
-    "gated_delta": LayerKind(
-        make_gated_delta, "gated_delta_norm", "gated_delta_output_norm", "gated delta output"
-    ),
+    "mamba": mixer_kind("mamba", make_mamba),
+    "gated_delta": mixer_kind("gated_delta", make_gated_delta),
+    "kimi_delta": mixer_kind("kimi_delta", make_kimi_delta),
+    "short_convolution": mixer_kind("short_convolution", make_short_convolution),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from megalite.model.batch import LayerContext
 from megalite.model.recurrent import (
     LogOfUniform,
-    RecurrentCache,
     RecurrentCore,
+    Run,
     StepBias,
-    by_heads,
+    SumOverSharers,
     of_heads,
+    of_parts,
+    sharers,
     taps_of,
 )
 from megalite.parallel.context import ParallelContext
@@ -62,12 +64,13 @@ class MambaSizes:
 class Mamba(nn.Module):
     """Mamba-2 layer. Input and output are [sequence (/ size under sequence parallelism), batch, hidden]."""
 
-    def __init__(self, context: ParallelContext, name: str, sizes: MambaSizes) -> None:
+    def __init__(self, context: ParallelContext, name: str, sizes: MambaSizes, *, recompute: bool = False) -> None:
         super().__init__()
         self.sizes = sizes
         heads, groups, width, state, hidden = sizes.heads, sizes.groups, sizes.width, sizes.state, sizes.hidden
-        ranks = context.group("heads").size
-        self.heads, self.groups = heads // ranks, groups // ranks
+        self.over, self.sharers = context.group("heads"), sharers(context, groups)
+        ranks = self.over.size
+        self.heads, self.groups = heads // ranks, max(groups // ranks, 1)
 
         def projection(part: str, count: int, each: int) -> LogicalTensor:
             matrix = "heads width hidden -> 1 (heads width) hidden"
@@ -75,25 +78,26 @@ class Mamba(nn.Module):
 
         step = LogicalTensor(f"{name}.dt", (heads, hidden), Normal(sizes.std), True, "heads hidden -> 1 heads hidden")
         parts = [("x", heads, width), ("B", groups, state), ("C", groups, state)]
-        self.input = ColumnParallelLinear(
-            context,
-            "heads",
-            [by_heads(context, [projection("z", heads, width), *(projection(*part) for part in parts), step])],
-        )
+        own = [projection("z", heads, width), step, projection(*parts[0])]
+        weights = of_parts(context, own, [projection(*part) for part in parts[1:]])
+        self.input = ColumnParallelLinear(context, "heads", weights)
         taps = sizes.taps
+        convolved = [
+            LogicalTensor(f"{name}.conv_{part}", (count, each, taps), taps_of((count, each, taps), taps), True)
+            for part, count, each in parts
+        ]
+        biases = [
+            LogicalTensor(f"{name}.conv_{part}_bias", (count, each), taps_of((count, each), taps), False)
+            for part, count, each in parts
+        ]
         self.core = RecurrentCore(
             context,
-            [
-                LogicalTensor(f"{name}.conv_{part}", (count, each, taps), taps_of((count, each, taps), taps), True)
-                for part, count, each in parts
-            ],
-            [
-                LogicalTensor(f"{name}.conv_{part}_bias", (count, each), taps_of((count, each), taps), False)
-                for part, count, each in parts
-            ],
+            of_parts(context, convolved[:1], convolved[1:]),
+            of_parts(context, biases[:1], biases[1:], columns=0),
             taps=taps,
             delta=False,
             chunk=sizes.chunk,
+            recompute=recompute,
         )
 
         def vector(part: str, initial: Drawn | Constant) -> nn.Parameter:
@@ -109,10 +113,16 @@ class Mamba(nn.Module):
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        sizes, cache = self.sizes, None if context.cache is None else context.cache.of(self, RecurrentCache)
+        sizes = self.sizes
         inner, shared = self.heads * sizes.width, self.groups * sizes.state
-        gate, mixed, raw = self.input(hidden).split([inner, inner + 2 * shared, self.heads], dim=-1)
-        mixed = self.core.convolve(mixed, context, cache)
+        gate, raw, mixed = self.input(hidden).split([inner, self.heads, inner + 2 * shared], dim=-1)
+        return self.output(self.core.run(self._mix, mixed, gate, raw, context=context, owner=self))
+
+    def _mix(self, mixed: Tensor, gate: Tensor, raw: Tensor, run: Run) -> Tensor:
+        """Return the input of the output layer from the parts of the projection."""
+        sizes = self.sizes
+        inner, shared = self.heads * sizes.width, self.groups * sizes.state
+        mixed = self.core.convolve(mixed, run)
         x, b, c = mixed.split([inner, shared, shared], dim=-1)
         x = x.unflatten(-1, (self.heads, sizes.width))
         b, c = (each.unflatten(-1, (self.groups, sizes.state)) for each in (b, c))
@@ -121,15 +131,17 @@ class Mamba(nn.Module):
         if least > 0 or most is not None:
             step = step.clamp(least, most)
         decay = -self.A_log.exp() * step
-        y = self.core.recur(c, b, x, decay, step, context, cache)
+        y = self.core.recur(c, b, x, decay, step, run)
         y = (y + (self.D.unsqueeze(-1) * x).to(y.dtype)).flatten(-2)
-        return self.output(self._normed(y, gate))
+        return self._normed(y, gate)
 
     def _normed(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate [tokens, batch, heads * width], and normalize the channels of each group."""
         wide = torch.promote_types(y.dtype, torch.float32)
         gated = (y.to(wide) * F.silu(gate.to(wide))).unflatten(-1, (self.groups, -1))
-        ones = torch.ones(gated.shape[-1], dtype=wide, device=y.device)
-        normed = norm(gated, ones, None, NORM_EPSILON).flatten(-2)
-        return (normed * self.norm_weight).to(y.dtype)
-
+        if len(self.sharers) == 1:
+            normed = norm(gated, torch.ones(gated.shape[-1], dtype=wide, device=y.device), None, NORM_EPSILON)
+        else:
+            squares = SumOverSharers.apply(gated.square().sum(-1, keepdim=True), self.over, self.sharers)
+            normed = gated * (squares / (len(self.sharers) * gated.shape[-1]) + NORM_EPSILON).rsqrt()
+        return (normed.flatten(-2) * self.norm_weight).to(y.dtype)

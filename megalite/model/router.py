@@ -197,7 +197,7 @@ class Router(nn.Module):
         return logits + expert_factors(of_samples.flatten(0, 1)).log()
 
     def _quantiles(self, logits: Tensor, offset: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the `sum_of_quantiles` of whole samples, on the first of the ranks that share them; else zeros."""
+        """Return the `sum_of_quantiles` of whole samples, on the first of the ranks sharing them; zeros on others."""
         excess = excess_over_bars(logits, offset.to(logits.dtype), self.rule.topk, padding)
         sums = sum_of_quantiles(collectives.all_gather(excess, self.sample_group), self.rule.topk)
         return sums if self.sample_group.rank == 0 else torch.zeros_like(sums)

@@ -30,6 +30,8 @@ SITES = {
     "mlp output": 3,
     "mamba output": 4,
     "gated delta output": 5,
+    "short convolution output": 6,
+    "kimi delta output": 7,
 }
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 

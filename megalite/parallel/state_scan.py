@@ -1,8 +1,9 @@
 """Recurrent layers under context parallelism: states and the tokens before a cut, from the ranks that have them.
 
-A run of consecutive tokens maps the state that enters it to the one that leaves it, and this map is affine. Ranks gather
-the maps of all runs, whose size does not depend on the number of tokens, and compose them in the order of the sample:
-so a sample may be cut in any way (`parallel/sequence.py`). Backward gathers the adjoint maps, and goes from the end.
+A run of consecutive tokens maps the state that enters it to the one that leaves it, and this map is affine. Ranks
+gather the maps of all runs, whose size does not depend on the number of tokens, and compose them in the order of the
+sample: so a sample may be cut in any way (`parallel/sequence.py`). Backward gathers the adjoint maps, and goes from the
+end.
 
 A causal convolution needs the last tokens before each run. Every rank gathers the ends of all runs.
 
@@ -102,9 +103,7 @@ class _TokensBefore(torch.autograd.Function):
         gathered = collectives.all_gather_async(ends[None], group).wait(message, ", ".join(map(str, group.ranks)))
         whole = torch.cat([input.new_zeros(count, *input.shape[1:]), _in_order(layout, gathered).flatten(0, 1)])
         # Row `number * kept + count` of `whole` is the first of the run's own: the rows before it are those before it.
-        return tuple(
-            whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank]
-        )
+        return tuple(whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,6 +134,6 @@ def _numbers(layout: SequenceLayout) -> list[list[int]]:
 
 def _in_order(layout: SequenceLayout, gathered: Tensor) -> Tensor:
     """Put what was gathered of each rank's runs, [ranks, runs of a rank, ...], into the order of the sample."""
-    by_rank = sum(_numbers(layout), [])
+    by_rank = [number for numbers in _numbers(layout) for number in numbers]
     order = torch.tensor([by_rank.index(number) for number in range(len(by_rank))], device=gathered.device)
     return gathered.flatten(0, 1)[order]

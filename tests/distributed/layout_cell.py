@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -32,10 +33,14 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
-MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4)}
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
 """Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
-DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4)}
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
 """Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
+KIMI = {"grouped": (8, 3, 4, None), "wide": (4, 6, 2, -5.0), "plain": (1, 4, 4, None), "shared": (4, 2, 4, -1.0)}
+"""Of Kimi delta attention: (heads, width, tokens of the convolution, lower bound of the decay)."""
+CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
+"""Of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
@@ -119,6 +124,8 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    output_gate: bool = False  # of attention
+    no_rope_freq: str | None = None  # layers without rotary positions
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
@@ -310,8 +317,8 @@ def model_config(cell: Cell) -> ModelConfig:
     return ModelConfig(
         **expert_options(cell),
         num_layers=layers(cell),
-        hybrid_layer_pattern=cell.pattern,
         **recurrent_options(cell),
+        hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden_size=HIDDEN,
         num_attention_heads=heads,
         kv_channels=4,
@@ -338,6 +345,8 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        attention_output_gate=cell.output_gate,
+        no_rope_freq=cell.no_rope_freq,
         swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
@@ -361,6 +370,12 @@ def recurrent_options(cell: Cell) -> dict[str, Any]:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
         options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
+    if "K" in (cell.pattern or ""):
+        names = ("num_heads", "head_dim", "conv_kernel_dim", "lower_bound")
+        options |= {f"kda_{name}": size for name, size in zip(names, KIMI[cell.recurrent], strict=True)}
+        options["kda_chunk_size"] = 4
+    if "L" in (cell.pattern or ""):
+        options["short_conv_kernel_dim"], options["short_conv_bias"] = CONVOLUTION[cell.recurrent]
     return options
 
 
@@ -424,6 +439,7 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        output_gate=cell.output_gate,
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
@@ -432,6 +448,8 @@ def network(cell: Cell) -> Network:
         latent=LATENT.get(family, 0),
         mamba=MAMBA[cell.recurrent],
         delta=DELTA[cell.recurrent],
+        convolution=CONVOLUTION[cell.recurrent],
+        kimi=KIMI[cell.recurrent],
     )
 
 
@@ -467,8 +485,11 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.no_rope_freq is not None:
+        plain = oracle(replace(cell, no_rope_freq=None))
+        return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
     if cell.pattern is not None:
-        mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0)
+        mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)
     if cell.family in EXPERTS:
         experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)

@@ -39,7 +39,7 @@ from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.parallel.state import Tally
 from megalite.training.kernels import compile_layers
-from megalite_kernels.activation import exact_geglu, geglu, swiglu
+from megalite_kernels.activation import exact_geglu, geglu, sigmoid_gated, swiglu
 from megalite_kernels.dropout import drop
 from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.norm import norm, residual_norm
@@ -93,6 +93,7 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     yield "residual RMSNorm", (lambda x, r, w: residual_norm(x, r, w, None, 1e-5), [x, numbers(dtype, 3, 2, 8), vector])
     for gated in (swiglu, geglu, exact_geglu):
         yield gated.__name__, (lambda x, gated=gated: gated(x), [x])
+    yield "gated output", (sigmoid_gated, [x, numbers(dtype, 3, 2, 8)])
     wide = torch.promote_types(dtype, torch.float32)
     angles = torch.arange(12, dtype=wide).view(3, 2, 1, 2)
     for interleaved, width in ((False, 4), (True, 4), (False, 6)):

@@ -202,7 +202,24 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--window-size 5,0 --window-attn-skip-freq [1,0]",
-            "--window-attn-skip-freq '[1,0]' is for 2 layers, but --num-layers is 4",
+            "--window-attn-skip-freq '[1,0]' is for 2 layers, and the network has 4",
+        ),
+        ("--no-rope-freq 2", "--no-rope-freq needs --position-embedding-type rope"),
+        (
+            "--position-embedding-type rope --no-rope-freq 3",
+            "--no-rope-freq 3 does not divide --num-layers 4: give a list",
+        ),
+        (
+            "--position-embedding-type rope --no-rope-freq [1,0]",
+            "--no-rope-freq '[1,0]' is for 2 layers, but --num-layers is 4",
+        ),
+        *(
+            (
+                f"--position-embedding-type rope --no-rope-freq {wrong}",
+                f"--no-rope-freq '{wrong}': expected N, for every N-th layer without rotation, or a 1 (without) or a 0 "
+                "for each layer, like [1,1,0] or ([1]*2+[0])*4",
+            )
+            for wrong in ("0", "[2]", "x()")
         ),
         ("--swiglu --geglu", "--geglu and --swiglu are different activations: choose one"),
         ("--swiglu --exact-gelu", "--exact-gelu and --swiglu are different activations: choose one"),
@@ -781,7 +798,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         ("--moe-token-drop-policy position", "--moe-token-drop-policy needs --moe-expert-capacity-factor"),
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
-        ("--moe-layer-freq [1]", "--moe-layer-freq '[1]' is for 1 layers, but --num-layers is 4"),
+        ("--moe-layer-freq [1]", "--moe-layer-freq '[1]' is for 1 layers, and the network has 4"),
         (
             "--moe-layer-freq 0",
             "--moe-layer-freq '0': expected N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0 for "

@@ -31,6 +31,7 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.mamba_families import BAMBA
 from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
@@ -123,11 +124,12 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     model = family.model(config)
     legacy = family.config(model)
     assert "rope_parameters" not in legacy
-    assert {"rope_theta", "rotary_emb_base"} & legacy.keys() or name.startswith("gpt2")
-    assert "rope_parameters" in config or name.startswith("gpt2")
+    assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
+    assert ("rope_parameters" not in config) == name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
+WITHOUT_ROTARY = ("gpt2", "nemotron-h")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -692,8 +694,9 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
-    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
-        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.25"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.25))
+    assert choose(FAMILIES, replace(llama, rotary_percent=0.5))[0] is BAMBA  # without a Mamba-2 layer
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --rotary-interleaved True"):
         choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))

@@ -60,6 +60,8 @@ MODELS = {
         LLAMA, position_embedding_type="yarn", use_rope_scaling=False, rotary_scaling_factor=4.0, mscale=1.2,
         yarn_original_max_position_embeddings=8, add_bias_linear=True, num_query_groups=1, qk_layernorm=False,
     ),
+    "gated output": replace(LLAMA, attention_output_gate=True, add_qkv_bias=True, use_rope_scaling=False),
+    "some layers rotated": replace(LLAMA, no_rope_freq="[0,1,0]"),
     "squared-relu": replace(
         GPT2, squared_relu=True, position_embedding_type="none", max_position_embeddings=None, qk_layernorm=True,
     ),
@@ -124,10 +126,11 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         yarn_original_max_position_embeddings mscale mscale_all_dim
         num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-        moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()  # noqa: SIM905
+        moe_shared_expert_intermediate_size moe_shared_expert_gate attention_output_gate""".split()  # noqa: SIM905
     of_model = {name: getattr(model, name) for name in names}
     plain = not (model.exact_gelu or model.swiglu or model.squared_relu)
     layers = 1 if model.moe_layer_freq is None else [int(layer.feed_forward == "moe") for layer in model.layers]
+    of_model["no_rope_freq"] = [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq else None
     of_run = {"bias_gelu_fusion": plain, "seq_length": 32, "lr": 1e-3, "padding": object}
     return of_model | of_run | {"moe_layer_freq": layers, "moe_router_load_balancing_type": "aux_loss"}
 

@@ -104,6 +104,14 @@ CONFIGS = {
     ),
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "llama, one layer without positions": replace(LLAMA, no_rope_freq="2"),
+    "llama, no positions in windows": replace(
+        LLAMA, window_size="3,0", window_rotary_base=500.0, no_rope_freq="[1,0]", position_embedding_type="rope"
+    ),
+    "gpt2, gated output": replace(GPT2, attention_output_gate=True),
+    "llama, groups and a gated output": replace(
+        LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True, attention_output_gate=True
+    ),
     "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
     "gpt2, geglu": replace(GPT2, geglu=True),
     "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
@@ -160,6 +168,7 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
+        unrotated=tuple(place for place, layer in enumerate(config.layers) if not layer.rotary),
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
