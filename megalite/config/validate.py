@@ -412,6 +412,8 @@ def _experts(config: RunConfig) -> Iterator[str]:
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
+    if model.moe_latent_size is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
         if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`

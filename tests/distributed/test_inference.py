@@ -27,6 +27,7 @@ CELLS = (
     Cell("neox", key_values="mqa", vocabulary="empty"),
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
+    Cell("nemotron", key_values="gqa"),
     Cell("llama", pattern="-**-*"),
     Cell("llama", pattern="MG*-"),
     Cell("gpt2", pattern="G-M*", recurrent="wide"),
