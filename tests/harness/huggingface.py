@@ -224,6 +224,25 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 12,
         },
     ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 4,
+            "block_ffn_dim_multiplier": 1.3,
+            "conv_L_cache": 4,
+        },
+    ),
+    "lfm2-biases": (
+        transformers.Lfm2Config,
+        {
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "rope_theta": 1e4,
+        },
+    ),
     "gpt-oss": (
         transformers.GptOssConfig,
         {
@@ -275,7 +294,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
-_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm")}
+_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
 
 def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:

@@ -349,7 +349,7 @@ class Planted(HuggingFaceFiles):
 
 
 PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
-PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]")
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
 """Layers of a model whose tensors are changed, if another than the second one shows more."""
 
 
@@ -360,7 +360,7 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]")
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in (
             *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"),
-            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5"),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
         )
     ],
 )
