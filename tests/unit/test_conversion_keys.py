@@ -108,6 +108,8 @@ REQUIRED["mixtral"] |= {"num_local_experts": 16}
 REQUIRED["qwen3_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16}
 REQUIRED["qwen2_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 REQUIRED["gpt_oss"] |= {"num_local_experts": 16}
+REQUIRED["minimax_m2"] |= {"num_local_experts": 16}
+REQUIRED["olmoe"] |= {"num_experts": 16}
 REQUIRED["glm4_moe"] |= {"n_routed_experts": 16}
 """Keys that a config.json must have here, although transformers' classes have sizes of some model for them."""
 
