@@ -29,6 +29,7 @@ CELLS = (
     Cell("deepseek", key_values="gqa"),
     Cell("llama", pattern="-**-*"),
     Cell("gemma3", key_values="gqa", output_gate=True, no_rope_freq=str(NO_ROPE), softmax_type="learnable"),
+    Cell("gpt-oss", qk_layernorm=True, norm_over_heads=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 
