@@ -14,6 +14,8 @@ from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
 Json = Mapping[str, Any]
+UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors in reading values of any kind, beside CheckpointError."""
 _REQUIRED = object()
 
 
@@ -29,6 +31,8 @@ class Keys:
 
     The caller reads them again to find what they cannot express.
     """
+    applies: Callable[[Json], bool] = lambda _: True
+    """Function that tells whether a config.json has a network for which the keys mean something."""
 
 
 def value_of(config: Json, name: str, default: Any = _REQUIRED) -> Any:
@@ -220,15 +224,20 @@ def num_experts(*names: str) -> Keys:
     return Keys(names, read, lambda model: {names[0]: model.num_experts})
 
 
+def sparse_by_step(config: Json) -> list[bool]:
+    """Return for each layer of a Qwen model whether it has experts. Raises CheckpointError."""
+    step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
+    if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
+        raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
+    without = {*dense}
+    return [layer not in without and (layer + 1) % step == 0 for layer in range(layers_of(config))]
+
+
 def sparse_layers() -> Keys:
     """Return the entry for Qwen's layers with experts: every decoder_sparse_step-th one that is not in a list."""
 
     def read(config: Json) -> dict[str, Any]:
-        step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
-        layers = layers_of(config)
-        if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
-            raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
-        with_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+        with_experts = sparse_by_step(config)
         if not any(with_experts):
             raise CheckpointError("no layer has experts")
         pattern = "[" + ",".join(str(int(each)) for each in with_experts) + "]"

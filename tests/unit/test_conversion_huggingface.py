@@ -31,6 +31,7 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.mamba_families import BAMBA
 from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
@@ -123,11 +124,12 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     model = family.model(config)
     legacy = family.config(model)
     assert "rope_parameters" not in legacy
-    assert {"rope_theta", "rotary_emb_base"} & legacy.keys() or name.startswith("gpt2")
-    assert "rope_parameters" in config or name.startswith("gpt2")
+    assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
+    assert "rope_parameters" in config or name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -353,28 +355,36 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
+PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
+"""Layers of a model whose tensors are changed, if another than the second one shows more."""
+
+
 @pytest.mark.wide_except("gemma2")
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in (
-            "llama-linear",
-            "qwen3",
-            "gpt2",
-            "gpt-neox",
-            "gemma2",
-            "mixtral",
-            "qwen2-moe",
-            "glm4-moe",
-            "gpt-oss",
-            "minimax-m2",
+            *(
+                "llama-linear",
+                "qwen3",
+                "gpt2",
+                "gpt-neox",
+                "gemma2",
+                "mixtral",
+                "qwen2-moe",
+                "glm4-moe",
+                "gpt-oss",
+                "minimax-m2",
+            ),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
         )
     ],
 )
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    others = re.compile(rf"(layers|h)\.(?!{2 if name in ('qwen2-moe', 'glm4-moe') else 1}\.)\d")
+    others = re.compile(rf"(layers|h)\.(?!({PLACES.get(name, '1')})\.)\d")
     tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
@@ -726,8 +736,9 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
-    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
-        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.25"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.25))
+    assert choose(FAMILIES, replace(llama, rotary_percent=0.5))[0] is BAMBA  # without a Mamba-2 layer
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --rotary-interleaved True"):
         choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
