@@ -30,9 +30,11 @@ def pattern(letters: str) -> ModelConfig:
     return replace(PLAIN, num_layers=len(letters), hybrid_layer_pattern=letters, **options)
 
 
-@pytest.mark.parametrize("letters", ["M*-G", "*E-*", "**--"])
-def test_a_pattern_is_read_as_it_was_written(letters: str, tmp_path: Path) -> None:
-    opened = random_model(pattern(letters))
+@pytest.mark.parametrize(
+    ("letters", "options"), [("M*-G", {}), ("*E-*", {}), ("**--", {}), ("*E", {"moe_latent_size": 8})]
+)
+def test_a_pattern_is_read_as_it_was_written(letters: str, options: dict[str, Any], tmp_path: Path) -> None:
+    opened = random_model(replace(pattern(letters), **options))
     write(opened, tmp_path)
     again = open_megatron(tmp_path)
     assert function_of(again.config) == function_of(opened.config)
