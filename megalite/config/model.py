@@ -31,6 +31,7 @@ from megalite.small_files import shown
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
@@ -254,6 +255,19 @@ class ModelConfig:
     kda_chunk_size: PositiveInt = 64
     """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
     rounding."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention over the keys (vanilla), and for each head one more logit without a value: 0 (off-by-one) or
+    learned, a sink (learnable, gpt-oss)."""
+    quick_geglu: bool = False
+    """Feed-forward with the gate x * sigmoid(1.702 x) instead of GELU (gpt-oss)."""
+    glu_linear_offset: NonNegativeFloat = 0.0
+    """Number added to the up projection before it is multiplied with the gate."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Clamp the input of the gate from above, and the up projection on both sides, at this value; unset: do not."""
+    moe_router_bias: bool = False
+    """Bias of the router's logits (gpt-oss); Megatron-LM has one where linear layers have biases."""
+    qk_layernorm_over_heads: bool = False
+    """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
 
     experimental_attention_variant: Literal["gated_delta_net"] | None = None
     """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""

@@ -412,6 +412,8 @@ def _experts(config: RunConfig) -> Iterator[str]:
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
+    if model.moe_latent_size is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
         if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`
@@ -465,10 +467,8 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
-        yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
+    if (pattern := model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
+        yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))

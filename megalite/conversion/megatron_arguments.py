@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, megatron_flags
-from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
+from megalite.config.activations import ACTIVATIONS, flags_by_megatron, megatron_of
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems, with_router_weights
@@ -32,7 +32,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
-    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate"""
+    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate
+    softmax_type glu_linear_offset activation_func_clamp_value"""
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
@@ -48,15 +49,14 @@ _OTHER_NAMES = {
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
-_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
+_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """softmax_scale mrope_section activation_func_clamp_value heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json spec"""
+_CHOICES = """softmax_scale mrope_section heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
+    **dict.fromkeys(_SWITCHES_AND_COUNTS.split(), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),
-    "softmax_type": (None, "vanilla"),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 
@@ -128,7 +128,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if model.num_experts is not None and model.add_bias_linear:
-        problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
+        problems.append("  --num-experts with --add-bias-linear: biases of experts and routers are not converted")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
     problems = problems or [f"  {problem}: {_NO_NETWORK}" for problem in layer_problems(model)]
     if problems:

@@ -180,6 +180,7 @@ def transformer_config(model: ModelConfig, tensor_parallel_size: int, **options:
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
         attention_output_gate=model.attention_output_gate,
+        softmax_type=model.softmax_type,
         no_rope_freq=[int(not layer.rotary) for layer in model.layers] if model.no_rope_freq else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,

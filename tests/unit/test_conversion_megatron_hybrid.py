@@ -19,6 +19,8 @@ from megalite.conversion.megatron_arguments import argument_fates, arguments_of,
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import LLAMA, random_model, read, write
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it says so even where that is asked
+
 PLAIN = replace(LLAMA, qk_layernorm=False, use_rope_scaling=False)
 RECURRENT = {"mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}

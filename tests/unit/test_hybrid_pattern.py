@@ -143,7 +143,6 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
-        ("*-", "--elastic-replan", "--elastic-replan needs a network that the planner knows, without --hybrid-layer-"),
         ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
         ("*-", "--moe-ffn-hidden-size 8", "needs a layer with experts (E) in --hybrid-layer-pattern"),
         ("*-", "--ep 2", "--expert-model-parallel-size needs a layer with experts (E) in --hybrid-layer-pattern"),
