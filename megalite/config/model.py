@@ -17,8 +17,14 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
-from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_patterns import (
+    MOST_LAYERS,
+    keys_before,
+    layers_of_linear_attention,
+    layers_with_experts,
+    layers_without_rotation,
+)
+from megalite.config.layer_specs import PATTERN_FLAG, FeedForward, LayerSpec, Mixer, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -263,6 +269,14 @@ class ModelConfig:
     qk_layernorm_over_heads: bool = False
     """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
 
+    experimental_attention_variant: Literal["gated_delta_net"] | None = None
+    """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
+    linear_attention_freq: str | None = None
+    """Layers whose mixer is experimental-attention-variant: N means all but every N-th; or a list of 1 (with) or 0 per
+    layer, like ([1]*3+[0])*4."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
+
     @property
     def rotary(self) -> bool:
         """True if queries and keys are rotated by their position."""
@@ -286,9 +300,13 @@ class ModelConfig:
         if (pattern := self.hybrid_layer_pattern) is not None:
             return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
+        freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
+        linear = layers_of_linear_attention(freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
-            for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
+            LayerSpec("gated_delta", "moe" if has_experts else "dense")
+            if without_attention
+            else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
 
     @property
@@ -297,6 +315,14 @@ class ModelConfig:
         if (pattern := self.hybrid_layer_pattern) is None:
             return f"--num-layers {self.num_layers}"
         return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[Mixer | FeedForward]:
+        """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+        try:
+            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+        except ConfigurationError:
+            return frozenset()
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:

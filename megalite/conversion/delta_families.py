@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from megalite.config.layer_specs import DELTA_LETTER, EXPERTS_LETTER
@@ -28,6 +29,8 @@ from megalite.conversion.shared_rules import (
     shared_expert,
 )
 
+IMAGES = "model.visual."
+"""Prefix of the tensors of what sees images."""
 _ALWAYS = WITHOUT_BIASES | {
     "swiglu": True,
     "qk_layernorm": True,
@@ -38,8 +41,8 @@ _ALWAYS = WITHOUT_BIASES | {
 
 def _keys(letters: Letters, groups: int, *own: Keys) -> tuple[Keys, ...]:
     """Return the entries that these families share. `groups`: number of key-value heads if config.json lacks it."""
-    sizes = ("linear_num_key_heads", 16), ("linear_num_value_heads", 32), ("linear_conv_kernel_dim", 4)
-    sizes += ("linear_key_head_dim", 128), ("linear_value_head_dim", 128)
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    sizes = heads | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return (
         *OF_ALL,
         *WIDTHS,
@@ -51,7 +54,7 @@ def _keys(letters: Letters, groups: int, *own: Keys) -> tuple[Keys, ...]:
         tied(False),
         keys.grouped_queries(groups),
         keys.head_width(256),
-        *only_with(DELTA_LETTER, letters, *(key(name, name, default) for name, default in sizes)),
+        *only_with(DELTA_LETTER, letters, *(key(name, name, default) for name, default in sizes.items())),
         *own,
     )
 
@@ -126,7 +129,7 @@ def _text(name: str, architecture: str, *, sparse: bool, groups: int) -> Family:
         (*_OF_TEXT, *shared_expert(MLP), *experts(MLP)) if sparse else _OF_TEXT,
         fused=(*_OF_TEXT, *shared_expert(MLP), *fused_experts(MLP)) if sparse else (),
         prefixes={"model.language_model.": "model.", "": "model."},
-        further=r"mtp\..*|model\.visual\..*",
+        further=rf"mtp\..*|{re.escape(IMAGES)}.*",
     )
 
 

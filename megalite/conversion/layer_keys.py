@@ -128,6 +128,37 @@ def bamba_layers() -> Keys:
     return Keys(names, lambda config: pattern_fields(bamba_letters(config)), write)
 
 
+_GRANITE = {"mamba": MAMBA_LETTER, "linear_attention": MAMBA_LETTER, **_ATTENTION_KINDS}
+
+
+def granite_letters(config: Json) -> str:
+    """Return the pattern of a Granite 4 model, in which all layers have experts, or none."""
+    layers, kinds, experts = layers_of(config), config.get("layer_types"), value_of(config, "num_local_experts", 8)
+    mixers = MAMBA_LETTER * layers if kinds is None else letters_of_kinds("layer_types", kinds, _GRANITE)
+    if len(mixers) != layers:
+        raise CheckpointError(f"layer_types has {len(mixers)} entries for {layers} layers")
+    return "".join(letter + (EXPERTS_LETTER if experts else "-") for letter in mixers)
+
+
+def granite_layers() -> Keys:
+    """Return the entry for the layers of Granite 4, and for the number of experts in each, which may be 0."""
+
+    def read(config: Json) -> dict[str, Any]:
+        experts = value_of(config, "num_local_experts", 8)
+        return pattern_fields(granite_letters(config)) | ({"num_experts": experts} if experts != 0 else {})
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        mixers, kinds = mixers_of(model), {MAMBA_LETTER: "mamba", ATTENTION_LETTER: "attention"}
+        written = [kinds.get(letter, "neither") for letter in mixers]
+        return {
+            "num_hidden_layers": len(mixers),
+            "layer_types": written,
+            "num_local_experts": model.num_experts or 0,
+        }
+
+    return Keys(("num_hidden_layers", "layer_types", "num_local_experts"), read, write)
+
+
 _QWEN = {"linear_attention": DELTA_LETTER, **_ATTENTION_KINDS}
 
 
@@ -177,6 +208,35 @@ def rotary_of_text() -> Keys:
         return entry.read({**config, "rope_parameters": of_text})
 
     return replace(entry, read=read)
+
+
+def optional_rotary() -> Keys:
+    """Return the entry for positions of Granite 4: rotary embeddings or none."""
+    entry, name = rotary(), "position_embedding_type"
+
+    def read(config: Json) -> dict[str, Any]:
+        if (kind := config.get(name)) not in (None, "nope", "rope"):
+            raise CheckpointError(f"{name} is {shown(kind)}, but only 'rope' and 'nope' are supported")
+        return entry.read(config) if kind == "rope" else {name: "none"}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {name: "rope"} | entry.write(model) if model.rotary else {name: "nope"}
+
+    return Keys((name, *entry.names), read, write)
+
+
+def factor_of_scores() -> Keys:
+    """Return the entry for the factor of attention scores."""
+
+    def read(config: Json) -> dict[str, Any]:
+        scalar = value_of(config, "attention_multiplier", 1.0) ** -2
+        whole = round(scalar)
+        return {"query_pre_attn_scalar": float(whole) if math.isclose(scalar, whole, rel_tol=1e-12) else scalar}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {"attention_multiplier": (model.query_pre_attn_scalar or model.head_dim) ** -0.5}
+
+    return Keys(("attention_multiplier",), read, write)
 
 
 def half_rotary() -> Keys:

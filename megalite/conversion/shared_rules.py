@@ -88,11 +88,11 @@ def shared_expert(block: str) -> tuple[Rule, ...]:
     return (*gated(f"{block}.shared_expert", "moe.shared", "shared_ffn"), gate)
 
 
-def not_gated(block: str, tensor: str, width: str) -> tuple[Rule, ...]:
-    """Return the rules for the up and down matrices of experts without a gate."""
+def not_gated(block: str, tensor: str, width: str, hidden: str = "hidden") -> tuple[Rule, ...]:
+    """Return the rules for the up and down matrices of experts without a gate, between these axes."""
     return (
-        Rule(f"{block}.up_proj.weight", f"{width} hidden -> {width} hidden", (MappedBox(f"{tensor}.up"),)),
-        Rule(f"{block}.down_proj.weight", f"hidden {width} -> hidden {width}", (MappedBox(f"{tensor}.down"),)),
+        Rule(f"{block}.up_proj.weight", f"{width} {hidden} -> {width} {hidden}", (MappedBox(f"{tensor}.up"),)),
+        Rule(f"{block}.down_proj.weight", f"{hidden} {width} -> {hidden} {width}", (MappedBox(f"{tensor}.down"),)),
     )
 
 

@@ -97,11 +97,13 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         softmax_type=config.softmax_type,
     )
     over_heads = config.qk_layernorm_over_heads
+    decays = config.apply_wd_to_qk_layernorm
+    norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
         f"layers.{number}.attention",
         sizes,
-        norm=make_norm(config) if config.qk_layernorm and not over_heads else None,
+        norm=None if over_heads else norm,
         norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],

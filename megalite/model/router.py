@@ -278,6 +278,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
+        """Update the states by what the tallies of a step add up to."""
         if self.quantile_offset is not None:
             totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])
             offset = self.quantile_offset.values

@@ -38,6 +38,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.25,
+}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -47,6 +55,7 @@ _DELTA = {
     "partial_rotary_factor": 0.5,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_theta": 500.0}),
@@ -124,6 +133,11 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "olmoe": (transformers.OlmoeConfig, {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": _HALF, "num_key_value_heads": 4},
+    ),
     "nemotron-h": (
         transformers.NemotronHConfig,
         {
@@ -140,6 +154,21 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "n_group": 2,
             "topk_group": 1,
             "time_step_min": 0.5,
+        },
+    ),
+    "nemotron-3": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 12,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
         },
     ),
     "nemotron-h-dense": (
@@ -163,6 +192,20 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mamba_chunk_size": 16,
             "time_step_limit": (0.3, 1.2),
         },
+    ),
+    "granite": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "granite-dense": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "tie_word_embeddings": True},
     ),
     "qwen3-next": (
         transformers.Qwen3NextConfig,
@@ -268,7 +311,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig):
+    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig):
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))

@@ -54,7 +54,6 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("moe_latent_size", 8),
         ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megalite.config.layer_specs import pattern_of
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
+from megalite.conversion.key_fates import fates_of_folder
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
@@ -156,7 +158,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hybrid_override_pattern": "M" * 10**6, "layers_block_type": "gone"},
         "hybrid_override_pattern is 'MMM",
     ),
-    "a latent width": ("nemotron-h", {"moe_latent_size": 8}, "moe_latent_size: experts that work on a narrower latent"),
     "biases": ("nemotron-h", {"use_bias": True}, "use_bias is True, but only False is supported"),
     "another name with another value": (
         "nemotron-h",
@@ -247,6 +248,34 @@ def test_names_of_other_programs_are_read(tmp_path: Path) -> None:
         opened = open_huggingface(folder)
         assert "1 tensors of layers that predict further tokens (MTP), such as mtp.layers.0" in opened.notes[0]
         assert (logits(opened, tokens) - expected).abs().max() <= LOGITS
+
+
+def test_the_text_model_of_one_that_sees_images_is_read(tmp_path: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8, "out_hidden_size": 24}
+    text = theirs.make_config("qwen3.5").to_dict()
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision | {"patch_size": 2}, image_token_id=66)
+    model = transformers.Qwen3_5ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "theirs")
+    opened = open_huggingface(tmp_path / "theirs")
+    assert "tensors of layers that see images, such as model.visual." in opened.notes[0]
+    tokens = theirs.tokens() % 60  # no images
+    expected = theirs.logits(model, tokens)
+    assert expected.abs().max() > 1e-2
+    assert (logits(opened, tokens) - expected).abs().max() <= LOGITS
+    fates = fates_of_folder(tmp_path / "theirs")
+    kinds = {fate.key: fate.kind for place in ("config.json", "config.json, text_config") for fate in fates[place]}
+    assert [kinds[name] for name in ("vision_config", "text_config", "hidden_size")] == ["noted", "used", "used"]
+    family = write_huggingface(opened, tmp_path / "out", dtype=None, shard=10**9, workers=1, advance=lambda _: None)
+    assert family.name == "qwen3_5_text"
+    assert (theirs.logits(theirs.load(tmp_path / "out")[0], tokens) - expected).abs().max() <= LOGITS
+    path = tmp_path / "theirs" / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"of_tomorrow": 1}))
+    with pytest.raises(CheckpointError, match="of_tomorrow is unknown: 1"):
+        open_huggingface(tmp_path / "theirs")
+    path.write_text(json.dumps(written | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings is True, but False in text_config"):
+        open_huggingface(tmp_path / "theirs")
 
 
 @pytest.mark.wide
