@@ -248,6 +248,12 @@ class ModelConfig:
     kda_chunk_size: PositiveInt = 64
     """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
     rounding."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiply word embeddings by this (Granite)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divide the output logits by this (Granite)."""
 
     @property
     def rotary(self) -> bool:

@@ -340,6 +340,7 @@ LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
     "gpt_oss": "attention sinks, a bias of the router, and its clamped activation",
+    "olmo_hybrid": "norms behind the layers with attention alone, and a norm of their queries and keys over all heads",
     "olmoe": "a norm of the queries and keys over all heads together",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

@@ -442,6 +442,11 @@ SAID = {
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
     "qwen2-moe": {"moe_router_pre_softmax": False},
+    "granite": {"embedding_multiplier": 9.0, "residual_multiplier": 0.3, "query_pre_attn_scalar": 8.0},
+    "granite-dense": {"logits_scaling": 4.0, "position_embedding_type": "rope"},
+    "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
+    "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
+    "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 
