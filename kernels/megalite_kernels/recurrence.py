@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from megalite_kernels.chunks import Segment
 from megalite_kernels.recurrence_segment import FromZero, advance, parts_of, retreat
 
-__all__ = ["Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -43,19 +43,25 @@ class Scan(Protocol):
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """Output of a recurrence, the state after all chunks, and what backward needs besides the inputs."""
 
     output: Tensor
     last: Tensor
-    saved: list[Tensor]
+    saved: Sequence[Tensor]
 
 
 @dataclass
 class Kept:
-    """Results of a recurrence, so that it is not computed again where what stands around it is."""
+    """Place for the results of a recurrence, so that another call with the same inputs takes them from there."""
 
-    found: _Found | None = None
+    found: Found | None = None
+
+    def take(self) -> Found:
+        """Return the results, which are no longer here."""
+        assert self.found is not None
+        found, self.found = self.found, None
+        return found
 
 
 def recurrence(
@@ -128,7 +134,7 @@ def _forward(
     chunk: int,
     delta: bool,
     scan: Scan | None,
-) -> _Found:
+) -> Found:
     """Compute the segments one after another, or with a scan all from zero before the first state enters."""
     _, key, value, _, _ = inputs
     parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
@@ -146,7 +152,7 @@ def _forward(
         outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
         last = advance(*runs[-1].map, entering[-1])
         of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
-    return _Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
+    return Found(_joined(outputs), last.unflatten(0, heads), [*states, *of_maps])
 
 
 class _Recurrence(torch.autograd.Function):
@@ -167,9 +173,11 @@ class _Recurrence(torch.autograd.Function):
         scan: Scan | None,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
+        """Run the recurrence, or take what is kept of it."""
         inputs = query, key, value, decay, step
-        found = None if kept is None else kept.found
-        if found is None:
+        if kept is not None and kept.found is not None:
+            found = kept.take()
+        else:
             found = _forward(inputs, state, segments, chunk, delta, scan)
             if kept is not None:
                 kept.found = found

@@ -84,6 +84,21 @@ def negated(name: str, field: str, default: bool) -> Keys:
     )
 
 
+def quantization(method: str) -> Keys:
+    """Return the entry for quantized weights, of which the family's files may have those of this method.
+
+    Written files have none.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        found = config.get("quantization_config") or {"quant_method": method}
+        if found.get("quant_method") != method:
+            raise CheckpointError(f"quantization_config is {shown(found)}, but only {method} is supported")
+        return {}
+
+    return Keys(("quantization_config",), read, lambda _: {})
+
+
 def tied(default: bool) -> Keys:
     """Return the entry for the key that ties the output layer to the word embedding."""
     return negated("tie_word_embeddings", "untie_embeddings_and_output_weights", default)

@@ -59,6 +59,9 @@ class Family:
     halves: int = 2
     """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
 
+    mxfp4: bool = False
+    """True if weights of experts may be in blocks of MXFP4 (`mxfp4.py`)."""
+
     @property
     def fates(self) -> Fates:
         """Fates of the keys of config.json."""

@@ -18,6 +18,7 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
+from megalite.conversion.mxfp4 import unpacked
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.restricted_pickle import StoredTensor
@@ -55,7 +56,7 @@ class HuggingFaceFiles:
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
         unknown = []
-        for tensors in _open(folder):
+        for tensors in _unpacked(folder) if family.mxfp4 else _open(folder):
             for name, (kind, read) in tensors.items():
                 ours = _canonical(name, family, expected)
                 if ours in expected or ours == family.head:
@@ -88,6 +89,19 @@ def _open(folder: Path) -> Iterator[_Tensors]:
     """Open the files that transformers would choose."""
     opener, paths = chosen_files(folder)
     yield from map(opener, paths)
+
+
+def _unpacked(folder: Path) -> Iterator[_Tensors]:
+    """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
+    together: _Tensors = {}
+    for tensors in _open(folder):
+        if twice := together.keys() & tensors.keys():
+            raise CheckpointError(f"{folder} has {min(twice)} twice")
+        together |= tensors
+    try:
+        yield dict(unpacked(together))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def chosen_files(folder: Path) -> tuple[Callable[[Path], _Tensors], list[Path]]:

@@ -24,7 +24,7 @@ from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piec
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Kept, Segment, recurrence, step_once
+from megalite_kernels.recurrence import Found, Kept, Segment, recurrence, step_once
 
 LENGTH_EPSILON = 1e-6
 """Number added to the squared length of queries and keys of a delta rule."""
@@ -173,9 +173,10 @@ class RecurrentCore(Convolution):
         run = self.begin(mixed, context, owner)
         if run.cache is not None or not (self.recompute and torch.is_grad_enabled()):
             return mix(mixed, *others, run)
-        run = replace(run, kept=Kept())
-        output: Tensor = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
-        return output
+        run = replace(run, kept=(kept := Kept()))
+        output = checkpoint(mix, mixed, *others, run, use_reentrant=False, preserve_rng_state=False)
+        held: Tensor = _Held.apply(output, kept)
+        return held
 
     def recur(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, run: Run) -> Tensor:
         """Run the recurrence on this rank's tokens. The arguments are those of `recurrence`."""
@@ -203,6 +204,23 @@ class RecurrentCore(Convolution):
             kept=run.kept,
         )
         return output
+
+
+class _Held(torch.autograd.Function):
+    """The output of a recomputed layer, which saves the results of the recurrence until they are needed again."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, kept: Kept) -> Tensor:
+        found = kept.take()
+        ctx.save_for_backward(*(each.detach() for each in (found.output, found.last, *found.saved)))
+        ctx.kept = kept
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        output, last, *saved = ctx.saved_tensors
+        ctx.kept.found = Found(output, last, saved)
+        return gradients[0], None
 
 
 def segments_of(context: LayerContext) -> list[Segment]:

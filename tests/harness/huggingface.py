@@ -227,6 +227,48 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 12,
         },
     ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 4,
+            "block_ffn_dim_multiplier": 1.3,
+            "conv_L_cache": 4,
+        },
+    ),
+    "lfm2-biases": (
+        transformers.Lfm2Config,
+        {
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "rope_theta": 1e4,
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "rope_scaling": _YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gpt-oss-plain": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "default"},
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -255,7 +297,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
-_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm")}
+_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
 
 def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:

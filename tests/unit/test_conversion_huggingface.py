@@ -164,6 +164,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_attention_heads": 16, "num_key_value_heads": "gone"},
         {"kv_groups": 8},
     ),
+    "gpt-oss, all but sizes by default": (
+        "gpt-oss",
+        dict.fromkeys(("rope_parameters", "layer_types", "sliding_window"), "gone")
+        | dict.fromkeys(("swiglu_limit", "num_experts_per_tok"), "gone"),
+        {"rotary_scaling_factor": 32.0, "rotary_base": 150_000.0, "window_size": "127,0", "moe_router_topk": 4}
+        | {"yarn_correction_range_round_to_int": False, "activation_func_clamp_value": 7.0},
+    ),
     "scaling beside its own parameters": (
         "llama",
         {"rope_theta": 99.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -342,7 +349,7 @@ class Planted(HuggingFaceFiles):
 
 
 PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
-PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]")
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
 """Layers of a model whose tensors are changed, if another than the second one shows more."""
 
 
@@ -352,8 +359,8 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]")
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in (
-            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe"),
-            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5"),
+            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
         )
     ],
 )
@@ -407,6 +414,7 @@ PATTERNS = {
     "groups and their width": ("llama", "(groups width) hidden -> groups", "(width groups) hidden -> groups"),
     "the output's heads": ("qwen3", "hidden (heads width) -> hidden", "hidden (width heads) -> hidden"),
     "what stands together in GPT-2": ("gpt2", "(three heads width)", "(heads three width)"),
+    "gate and up of gpt-oss": ("gpt-oss", "(expert_ffn two)", "(two expert_ffn)"),
     "what stands together in GPT-NeoX": ("gpt-neox", "(heads three width)", "(three heads width)"),
 }
 
@@ -447,6 +455,12 @@ SAID = {
     "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
     "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
     "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
+    "gpt-oss": {
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 0.0,
+        "window_size": "6,0",
+        "no_rope_freq": "2",
+    },
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 

@@ -110,6 +110,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "G-G-G-*-" * 8,
         {"rotary_base": 1e7, "rotary_percent": 0.25, "linear_num_value_heads": 32, "num_experts": None},
     ),
+    "LFM2 1.2B": (
+        {"model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288}
+        | {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256}
+        | {"block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": True, "conv_L_cache": 3}
+        | {"block_use_xavier_init": True, "conv_bias": False, "conv_dim": 2048, "conv_dim_out": 2048}
+        | {"conv_use_xavier_init": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048}
+        | {"initializer_range": 0.02, "max_position_embeddings": 128000, "norm_eps": 1e-5, "num_heads": 32}
+        | {"num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0}
+        | {"use_cache": True, "use_pos_enc": True, "vocab_size": 65536},
+        "L-L-*-L-L-*-L-L-*-L-*-L-*-L-*-L-",
+        {"ffn_hidden_size": 8192, "qk_layernorm": True, "short_conv_kernel_dim": 3, "rotary_base": 1e6},
+    ),
 }
 
 
@@ -169,6 +181,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "an attention without a gate": ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate is False, but only True"),
     "heads of values": ("qwen3.5", {"linear_num_value_heads": 3}, "--linear-num-value-heads 3 is not a multiple of"),
+    "a kind of LFM2's": (
+        "lfm2",
+        {"layer_types": ["mamba"] * 4},
+        "layer_types has 'mamba', which is unknown: conv, full",
+    ),
+    "convolutions of other layers": ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 entries for 4 layers"),
+    "places that are none": (
+        "lfm2",
+        {"layer_types": "gone", "full_attn_idxs": "all"},
+        "full_attn_idxs is 'all', it must be a list",
+    ),
     "heads without end": ("qwen3.5", {"linear_num_key_heads": 10**9, "linear_num_value_heads": 10**9}, "too few for"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megalite.config import RunConfig
 from megalite.config.command_line import flag_groups, words_of
@@ -47,6 +48,10 @@ def without_layout(argv: Sequence[str]) -> list[str]:
 
 def layout_flags(config: RunConfig, base: RunConfig) -> Iterator[list[str]]:
     """Yield each flag, with its values, that a run needs to have the layout of `config` in place of that of `base`."""
+    layout, pattern = config.parallel.pipeline_model_parallel_layout, config.model.hybrid_layer_pattern
+    if pattern is not None and base.parallel.pipeline_model_parallel_layout not in (None, layout):
+        yield words_of(PATTERN_FLAG[2:], [pattern])  # in place of one with stages, in a file
+        base = replace(base, parallel=replace(base.parallel, pipeline_model_parallel_layout=None))
     for section, names in _CHOSEN.items():
         for name in names.split():
             value = getattr(getattr(config, section), name)

@@ -100,6 +100,7 @@ def _each_kind_twice(model: ModelConfig) -> ModelConfig:
     layers = [spec for spec in dict.fromkeys(model.layers) for _ in range(2)]
     with_experts = [int(spec.feed_forward == "moe") for spec in layers]
     windowed = [int(spec.keys_before is not None) for spec in layers]
+    unrotated = [int(not spec.rotary) for spec in layers]
     patterned = model.hybrid_layer_pattern is not None
     return replace(
         model,
@@ -107,6 +108,7 @@ def _each_kind_twice(model: ModelConfig) -> ModelConfig:
         hybrid_layer_pattern=pattern_of(layers) if patterned else None,
         moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
     )
 
 

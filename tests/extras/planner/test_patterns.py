@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
-from megalite.config.pipeline_layout import layers_of_letters, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import layers_of_letters, stage_layers
 from megalite.config.validate import resolve
-from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.dry_run import dry_run
 from megalite.extras.planner.flags import layout_flags, without_layout
@@ -31,6 +31,7 @@ FLAGS = """--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --se
 --attention-dropout 0"""
 MAMBA = "--mamba-state-dim 64 --mamba-num-groups 4"
 DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 64 --linear-value-head-dim 64"
+KIMI = "--kda-num-heads 8 --kda-head-dim 64"
 EXPERTS = "--num-experts 8 --moe-router-topk 2"
 
 
@@ -47,6 +48,7 @@ CELLS = {
     "pp": f"--hybrid-layer-pattern M-|*-|MM|- {MAMBA} --pp 4 --overlap-grad-reduce",
     "ep": f"--hybrid-layer-pattern GEG*E {DELTA} {EXPERTS} --ep 4 --tp 2 --sequence-parallel",
     "cp": f"--hybrid-layer-pattern M-G-|*- {MAMBA} {DELTA} --pp 2 --cp 2 --recompute-activations",
+    "further": f"--hybrid-layer-pattern KL*-K- {KIMI} --tp 2 --cp 2 --sequence-parallel --use-distributed-optimizer",
     "windows": "--hybrid-layer-pattern *-*|*-- --pp 2 --window-size 99,0 --window-attn-skip-freq [1,0,0,0,0,0]",
     "zero": f"--hybrid-layer-pattern M*-M {MAMBA} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --data-parallel-sharding-strategy optim_grads --untie-embeddings-and-output-weights",
@@ -70,11 +72,35 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
         assert memory.total - GPU.gpu.reserved == pytest.approx(wanted.peak, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("letter", "projected", "inner", "state", "chunk"),
+    [
+        ("M", 2 * 1024 + 2 * 4 * 64 + 16, 1024, 16 * 64 * 64, 128),
+        ("G", 2 * 256 + 2 * 512 + 2 * 8, 512, 8 * 64 * 64, 64),
+    ],
+)
+def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
+    letter: str, projected: int, inner: int, state: int, chunk: int
+) -> None:
+    """Also the inputs of its norm and its two products, the output of the recurrence, and of each sum in fp32 one
+    number for a token of the norm, one state for a chunk and the last state."""
+    flags = f"--hybrid-layer-pattern {letter} {MAMBA if letter == 'M' else DELTA}"
+    kept = []
+    for more in ("--recompute-activations", ""):
+        planner = Planner(run(f"{flags} {more}"), GPU, 1)
+        parts = planner.parts(resolve(planner.config, 1))
+        assert parts is not None
+        kept.append(parts.layers[0].kept)
+    wanted = 1024 * (2 * (projected + 2 * inner + 2 * 512) + 4) + 4 * state * (1024 // chunk + 1)
+    assert kept[0] == wanted < kept[1] / 2
+
+
 @pytest.mark.wide_except("dense")
 @pytest.mark.parametrize(
     "flags",
     [
         pytest.param(f"--hybrid-layer-pattern MG*- {MAMBA} {DELTA}", id="dense"),
+        pytest.param(f"--hybrid-layer-pattern KL*- {KIMI}", id="further"),
         pytest.param(f"--hybrid-layer-pattern ME*- {MAMBA} {EXPERTS}", id="experts"),
     ],
 )
@@ -111,19 +137,19 @@ def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
     assert slowest([first, last]) == min(slowest([count, 8 - count]) for count in range(9))
 
 
-def test_stages_are_said_once() -> None:
-    flags = f"--hybrid-layer-pattern M|- {MAMBA} --pp 2 --pipeline-model-parallel-layout auto"
-    with pytest.raises(ConfigurationError, match=r"'M\|-' says by \| what each stage contains: leave .* auto out"):
-        run(flags)
-
-
-def test_the_flags_of_a_plan_have_its_stages() -> None:
-    """Those of a pattern are letters of another flag, in the flags and in a file, which search may set."""
-    argv = [*FLAGS.split(), *SIZE, "--hybrid-layer-pattern=--|M-M-", *MAMBA.split()]
-    planner = Planner(own([*argv, "--pp", "2"]), GPU, 2)
-    plan = planner.plan(planner.config)
-    for base in (without_layout(argv), argv):  # the latter as if they stood in a file
-        words = [word for flag in layout_flags(plan.config, own([*base, *SIZE])) for word in flag]
-        found = resolve(own([*(argv if base is argv else without_layout(argv)), "--pp", "2", *words]), 2)
+def test_the_flags_of_a_plan_have_its_stages(tmp_path: Path) -> None:
+    """Those of a pattern become letters of another flag, which a search may set, also in place of those of a file."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {hybrid_layer_pattern: '--|M-M-'}\n")
+    for given in (["--hybrid-layer-pattern=--|M-M-"], ["--config", str(file)]):
+        argv = [*FLAGS.split(), *MAMBA.split(), *given]
+        planner = Planner(own([*argv, *SIZE, "--pp", "2"]), GPU, 2)
+        plan = planner.plan(planner.config)
+        base = own([*without_layout(argv), *SIZE])
+        words = [word for flag in layout_flags(plan.config, base) for word in flag]
+        found = resolve(own([*without_layout(argv), *words]), 2)
         assert [stage.layers for stage in stage_layers(found.model, found.parallel)] == [2, 4]
-    assert virtual_stages(plan.config.model, plan.config.parallel) == 1
+        one = planner.on(replace(plan.layout, pipeline=1, chunks=1))
+        words = [word for flag in layout_flags(one, base) for word in flag]
+        found = resolve(own([*without_layout(argv), *words]), 2)
+        assert [stage.layers for stage in stage_layers(found.model, found.parallel)] == [6]
