@@ -1,4 +1,4 @@
-"""Layers of Mamba-2 and the gated delta net against those of transformers on a CPU: time, precision, ranks.
+"""Mamba-2, gated delta net, Kimi delta attention against layers of transformers on a CPU: time, precision, ranks.
 
     python -m benchmarks.recurrent_layers [--rounds 9] [--only layers precision ranks]
 
@@ -27,6 +27,7 @@ from benchmarks.cpu_step import Step, measure, quartiles, ratios
 from benchmarks.results import write_results
 from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
+from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
 from megalite.model.mamba import Mamba, MambaSizes
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
@@ -36,7 +37,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout, zigzag
 
 HIDDEN, TOKENS = 256, 4096
-KINDS = ("mamba", "gated_delta")
+KINDS = ("mamba", "gated_delta", "kimi_delta")
 TARGETS = {"layers": 0.6, "ranks 2": 1.1, "ranks 4": 1.2}
 
 
@@ -46,6 +47,8 @@ def own_layer(kind: str, dtype: torch.dtype, mesh: ParallelMesh | None = None) -
     layer: nn.Module
     if kind == "mamba":
         layer = Mamba(context, "mamba", MambaSizes(HIDDEN, heads=8, groups=2, width=64, state=64))
+    elif kind == "kimi_delta":
+        layer = KimiDelta(context, "kimi_delta", KimiDeltaSizes(HIDDEN, heads=4, width=64))
     else:
         sizes = GatedDeltaSizes(HIDDEN, key_heads=2, heads=4, key_width=64, value_width=64)
         layer = GatedDelta(context, "gated_delta", sizes)
@@ -62,6 +65,8 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def twin(kind: str, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return transformers' layer with these weights."""
+    if kind == "kimi_delta":
+        return kimi_twin(weights)
     layer = _mamba_twin() if kind == "mamba" else _delta_twin()
     flat = {name: value.flatten(0, -2) if value.dim() > 1 else value for name, value in weights.items()}
     with torch.no_grad():
@@ -114,6 +119,30 @@ def _delta_twin() -> Any:
         linear_value_head_dim=64,
     )
     return Qwen3NextGatedDeltaNet(config, 0)
+
+
+def kimi_twin(weights: Mapping[str, Tensor], bound: float | None = None) -> nn.Module:
+    """Return transformers' Kimi delta attention with these weights; with a bound, its decays are those of GLM-5.3."""
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearConfig, KimiLinearDeltaAttention
+
+    heads, width, hidden = weights["query"].shape
+    sizes = {"hidden_size": hidden, "linear_num_heads": heads, "linear_head_dim": width}
+    config: Any = KimiLinearConfig(num_hidden_layers=1, rms_norm_eps=1e-5, **sizes)
+    layer = KimiLinearDeltaAttention(config, 0)
+    if bound is not None:
+        config.linear_lower_bound = bound
+        layer.forget_gate = Glm5NextTextForgetGate(config)
+    flat = {name: value.flatten(0, -2) if value.dim() > 1 else value for name, value in weights.items()}
+    names = {"q": "query", "k": "key", "v": "value", "b": "beta", "g_a": "gate_a", "g_b": "gate_b"}
+    parts = {f"{theirs}_proj.weight": flat[ours] for theirs, ours in names.items()}
+    parts |= {f"forget_gate.f_{part}_proj.weight": flat[f"decay_{part}"] for part in "ab"}
+    parts["forget_gate.dt_bias"] = weights["dt_bias"].flatten()
+    parts["forget_gate.A_log"] = weights["A_log"].view(layer.forget_gate.A_log.shape)
+    parts["conv1d.weight"] = torch.cat([flat[f"conv_{part}"] for part in ("query", "key", "value")]).unsqueeze(1)
+    parts |= {"o_norm.weight": weights["norm.weight"], "o_proj.weight": weights["output"].flatten(1)}
+    layer.load_state_dict(parts)
+    return layer
 
 
 def context_of(mesh: ParallelMesh) -> LayerContext:

@@ -2,7 +2,7 @@
 
 It imports nothing of megalite, and takes weights by global logical name:
 
-    layers.{i}.moe.router [experts, hidden]
+    layers.{i}.moe.router [experts, hidden]             ...router_bias [experts]
     layers.{i}.moe.gate_up [experts, 2, ffn, hidden] (gated) or moe.up [experts, ffn, hidden]    ...gate_up_bias|up_bias
     layers.{i}.moe.down [experts, hidden, ffn]                                                   ...down_bias
     layers.{i}.moe.latent_down [latent, hidden], moe.latent_up [hidden, latent]: if there, experts have this width
@@ -81,7 +81,7 @@ class Experts:
 
         `activate`: maps [..., 2, ffn] (gated) or [..., ffn] to [..., ffn].
         """
-        logits = F.linear(hidden, weights[name + "router"])
+        logits = F.linear(hidden, weights[name + "router"], weights.get(name + "router_bias"))
         batch, sequence, experts = logits.shape
         bias, replayed = inputs.bias, inputs.replayed
         real = torch.ones(batch, sequence, dtype=torch.bool) if inputs.padding is None else ~inputs.padding

@@ -67,7 +67,9 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    norm_over_heads: bool = False  # of queries and keys
     output_gate: bool = False
+    sinks: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
@@ -79,6 +81,7 @@ class Network:
     delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
     convolution: tuple[int, bool] = (0, False)  # taps of a short convolution, and whether it has biases
     kimi: tuple[int, int, int, float | None] = (0, 0, 0, None)  # heads, width, taps, bound of the decay
+    router_bias: bool = False
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -105,6 +108,8 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.sinks:
+                found[attention + "sink"] = (self.heads,), self.std
             if self.output_gate:
                 found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
@@ -119,6 +124,8 @@ class Network:
             if self.latent:
                 found[moe + "latent_down"] = ((self.latent, self.hidden), self.std)
                 found[moe + "latent_up"] = ((self.hidden, self.latent), small)
+            if self.router_bias:
+                found[moe + "router_bias"] = (self.experts,), self.std
             if self.shared_ffn:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
             if self.shared_gate:
@@ -259,7 +266,10 @@ class Network:
             for layer in range((self.pattern or "").count(kind)):
                 norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden
         for name, width in norms.items():
-            found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
+            shape: tuple[int, ...] = (width,)
+            if self.norm_over_heads and name.endswith(("query_norm", "key_norm")):
+                shape = (self.heads if name.endswith("query_norm") else self.groups, width)
+            found[name + ".weight"] = shape, 0.0 if self.around_one else 1.0
             if self.centered:
                 found[name + ".bias"] = (width,), 0.0
         return found

@@ -8,6 +8,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
+    layers.{i}.attention.sink [heads] (learned sinks only)
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
     layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
@@ -65,7 +66,10 @@ class Oracle(Rotary):
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
-    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
+    glu_offset: float = 0.0  # of the up projection
+    glu_limit: float = math.inf  # of the gate from above, and of the up projection on both sides
+    off_by_one: bool = False  # a softmax with one more logit, 0, that has no value
     unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
@@ -166,11 +170,12 @@ class Oracle(Rotary):
         return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Over the last dimensions, as many as the weight has."""
         weight, bias = weights[name + ".weight"] + float(self.norm_around_one), weights.get(name + ".bias")
         if self.normalization == "LayerNorm":
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
+        over = tuple(range(-weight.dim(), 0))
+        return hidden * torch.rsqrt(hidden.pow(2).mean(over, keepdim=True) + self.norm_epsilon) * weight
 
     def attention(
         self,
@@ -187,13 +192,17 @@ class Oracle(Rotary):
         key, value = project(weights, name + "key_value", hidden).unbind(-2)  # [batch, sequence, groups, head_dim]
         if name + "query_norm.weight" in weights:
             query = self.norm(weights, name + "query_norm", query)
-            key = self.norm(weights, name + "key_norm", key)
+            key = self.norm(weights, name + "key_norm", key)  # over all heads together if its weight has two axes
         if self.position_embedding_type in ("rope", "yarn"):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
         scores = capped(scores, self.score_cap)
-        probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        scores = scores.masked_fill(~visible, -math.inf)
+        if self.off_by_one or name + "sink" in weights:
+            sink = weights.get(name + "sink", scores.new_zeros(heads))
+            scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
         context = torch.einsum("bhqk,bkhd->bqhd", dropped(probabilities), value)
         if name + "gate" in weights:
             context = context * torch.sigmoid(project(weights, name + "gate", hidden))
@@ -209,7 +218,8 @@ class Oracle(Rotary):
         """The activation of `[..., 2, ffn]` with a gate, else of `[..., ffn]`."""
         if self.activation.endswith("glu"):
             gate, up = up.unbind(-2)
-            return ACTIVATIONS[self.activation](gate) * up
+            up = up.clamp(-self.glu_limit, self.glu_limit) + self.glu_offset
+            return ACTIVATIONS[self.activation](gate.clamp(max=self.glu_limit)) * up
         return ACTIVATIONS[self.activation](up)
 
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
@@ -232,6 +242,7 @@ ACTIVATIONS = {
     "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
 

@@ -173,6 +173,7 @@ class _Recurrence(torch.autograd.Function):
         scan: Scan | None,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
+        """Run the recurrence, or take what is kept of it."""
         inputs = query, key, value, decay, step
         if kept is not None and kept.found is not None:
             found = kept.take()

@@ -27,7 +27,7 @@ NOT_THE_FUNCTION = {
     "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
-    *("mamba_chunk_size", "linear_chunk_size"),
+    *("mamba_chunk_size", "linear_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
@@ -115,8 +115,10 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    if model.hybrid_layer_pattern is not None:
-        values["hybrid_layer_pattern"] = pattern_of(model.layers)
+    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"))
+    letters = pattern_of(model.layers)
+    if model.hybrid_layer_pattern is not None or any(layer.mixer != "attention" for layer in model.layers):
+        values |= {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
     windows = [layer.keys_before for layer in model.layers if layer.mixer == "attention"]
     values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
@@ -135,7 +137,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     elif model.yarn_attention_factor is not None:
         values |= dict.fromkeys(("mscale", "mscale_all_dim"))
     values["moe_router_load_balancing_type"] = "quantile_balancing" if model.balances_by_quantiles else "another"
-    values["moe_layer_freq"] = [layer.feed_forward == "moe" for layer in model.layers]
+    values["moe_layer_freq"] = [kind == "moe" for layer in model.layers for kind in layer.kinds]
     if model.num_experts is None:
         values |= dict.fromkeys(name for name in values if name.startswith("moe_"))
     else:

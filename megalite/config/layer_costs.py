@@ -85,13 +85,13 @@ def _delta_products(model: ModelConfig, seen: float) -> float:
 
 
 def _kimi_weights(model: ModelConfig) -> int:
-    """Queries, keys, values and output; for decay and gate a product of two matrices each; beta."""
+    """Count the matrices of queries, keys, values and output, two each of decay and gate, and that of beta."""
     inner, rank = model.kda_num_heads * model.kda_head_dim, model.kda_head_dim
     return model.hidden_size * (4 * inner + 2 * rank + model.kda_num_heads) + 2 * rank * inner
 
 
 def _kimi_products(model: ModelConfig, seen: float) -> float:
-    """As for the gated delta net; the factors of decays stand in the queries and keys of products within a chunk."""
+    """Count as for the gated delta net, though decays stand inside the products within a chunk."""
     inner, width = model.kda_num_heads * model.kda_head_dim, model.kda_head_dim
     within = 5 * min(model.kda_chunk_size / 2, seen) * inner
     return _kimi_weights(model) + 3 * model.kda_conv_kernel_dim * inner + within + 3 * inner * width
@@ -102,7 +102,7 @@ def _convolution_weights(model: ModelConfig) -> int:
 
 
 def _convolution_products(model: ModelConfig, seen: float) -> float:
-    """Each channel has two products with gates beside those of the convolution."""
+    """Count also the convolution, and for each channel the products with B and C."""
     return _convolution_weights(model) + (model.short_conv_kernel_dim + 2) * model.hidden_size
 
 

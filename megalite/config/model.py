@@ -17,7 +17,13 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts, layers_without_rotation
+from megalite.config.layer_patterns import (
+    MOST_LAYERS,
+    keys_before,
+    layers_of_linear_attention,
+    layers_with_experts,
+    layers_without_rotation,
+)
 from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -25,6 +31,7 @@ from megalite.small_files import shown
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
@@ -248,6 +255,27 @@ class ModelConfig:
     kda_chunk_size: PositiveInt = 64
     """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
     rounding."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention over the keys (vanilla), and for each head one more logit without a value: 0 (off-by-one) or
+    learned, a sink (learnable, gpt-oss)."""
+    quick_geglu: bool = False
+    """Feed-forward with the gate x * sigmoid(1.702 x) instead of GELU (gpt-oss)."""
+    glu_linear_offset: NonNegativeFloat = 0.0
+    """Number added to the up projection before it is multiplied with the gate."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Clamp the input of the gate from above, and the up projection on both sides, at this value; unset: do not."""
+    moe_router_bias: bool = False
+    """Bias of the router's logits (gpt-oss); Megatron-LM has one where linear layers have biases."""
+    qk_layernorm_over_heads: bool = False
+    """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
+
+    experimental_attention_variant: Literal["gated_delta_net"] | None = None
+    """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
+    linear_attention_freq: str | None = None
+    """Layers whose mixer is experimental-attention-variant: N means all but every N-th; or a list of 1 (with) or 0 per
+    layer, like ([1]*3+[0])*4."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
 
     @property
     def rotary(self) -> bool:
@@ -272,9 +300,13 @@ class ModelConfig:
         if (pattern := self.hybrid_layer_pattern) is not None:
             return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
+        freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
+        linear = layers_of_linear_attention(freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
-            for before, rotated, has_experts in zip(windows, rotary, experts, strict=True)
+            LayerSpec("gated_delta", "moe" if has_experts else "dense")
+            if without_attention
+            else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
 
     @property

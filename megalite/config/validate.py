@@ -47,8 +47,9 @@ _IDLE_WITH_ONE_RANK = {
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
-_OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm attn_logit_softcapping query_pre_attn_scalar
-    window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling rope_scaling_*"""
+_OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
+    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
+    rope_scaling_*"""
 
 
 def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
@@ -100,6 +101,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
     if (pattern := config.model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
         yield "model", _OF_ATTENTION, f", since {PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    if not config.model.qk_layernorm:
+        yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
+    if config.model.hybrid_layer_pattern is not None:
+        yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
@@ -407,6 +412,8 @@ def _experts(config: RunConfig) -> Iterator[str]:
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
+    if model.moe_latent_size is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
         if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`

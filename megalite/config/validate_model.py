@@ -46,6 +46,12 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     chosen = [flag for flag in FLAGS if getattr(model, flag)]
     if model.activation.flags != set(chosen):
         yield f"--{' and --'.join(chosen).replace('_', '-')} are different activations: choose one"
+    if not model.activation.gated:
+        yield from needs(model, "glu_linear_offset activation_func_clamp_value", "--swiglu, --geglu or --quick-geglu")
+    if not model.qk_layernorm:
+        yield from needs(model, "qk_layernorm_over_heads", "--qk-layernorm")
+    elif model.qk_layernorm_over_heads and model.normalization != "RMSNorm":
+        yield "--qk-layernorm-over-heads needs --normalization RMSNorm"
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
     yield from expert_problems(model)

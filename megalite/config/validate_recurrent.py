@@ -12,7 +12,12 @@ from megalite.config.model import ModelConfig
 
 def recurrent_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a line for each option of recurrent layers that contradicts another, or is for a layer not there."""
-    letters = model.hybrid_layer_pattern or ""
+    variant = model.experimental_attention_variant
+    if variant is None:
+        yield from needs(model, "linear_attention_freq", "--experimental-attention-variant gated_delta_net")
+    elif model.linear_attention_freq is None:
+        yield f"--experimental-attention-variant {variant} needs --linear-attention-freq, for the layers that have it"
+    letters = model.hybrid_layer_pattern or (DELTA_LETTER if variant is not None else "")
     if MAMBA_LETTER not in letters:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
     else:
@@ -26,7 +31,8 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
     if CONVOLUTION_LETTER not in letters:
         yield from needs(model, "short_conv_*", f"a short convolution, {CONVOLUTION_LETTER} in {PATTERN_FLAG}")
     if DELTA_LETTER not in letters:
-        yield from needs(model, "linear_*", f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
+        names = "linear_num_* linear_key_* linear_value_* linear_conv_* linear_allow_* linear_chunk_*"
+        yield from needs(model, names, f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
     elif (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
         yield f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}"
 

@@ -14,6 +14,8 @@ from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
 Json = Mapping[str, Any]
+UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors in reading values of any kind, beside CheckpointError."""
 _REQUIRED = object()
 
 
@@ -80,6 +82,21 @@ def negated(name: str, field: str, default: bool) -> Keys:
         lambda config: {field: not value_of(config, name, default)},
         lambda model: {name: not getattr(model, field)},
     )
+
+
+def quantization(method: str) -> Keys:
+    """Return the entry for quantized weights, of which the family's files may have those of this method.
+
+    Written files have none.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        found = config.get("quantization_config") or {"quant_method": method}
+        if found.get("quant_method") != method:
+            raise CheckpointError(f"quantization_config is {shown(found)}, but only {method} is supported")
+        return {}
+
+    return Keys(("quantization_config",), read, lambda _: {})
 
 
 def tied(default: bool) -> Keys:
@@ -212,7 +229,8 @@ def sparse_by_step(config: Json) -> list[bool]:
     step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
     if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
         raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
-    return [layer not in dense and (layer + 1) % step == 0 for layer in range(layers_of(config))]
+    without = {*dense}
+    return [layer not in without and (layer + 1) % step == 0 for layer in range(layers_of(config))]
 
 
 def sparse_layers() -> Keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from megalite.config.layer_specs import DELTA_LETTER, EXPERTS_LETTER
@@ -14,7 +15,9 @@ from megalite.conversion.mapping import MappedBox, Rule, norm
 from megalite.conversion.position_keys import rotary
 from megalite.conversion.recurrent_rules import gated_delta, norms, projections_apart, projections_by_key_head
 from megalite.conversion.shared_rules import (
+    ATTENTION,
     FFN,
+    MLP,
     OF_ALL,
     WIDTHS,
     WITHOUT_BIASES,
@@ -22,10 +25,12 @@ from megalite.conversion.shared_rules import (
     ends,
     experts,
     fused_experts,
-    gated,
     gated_mlp,
+    shared_expert,
 )
 
+IMAGES = "model.visual."
+"""Prefix of the tensors of what sees images."""
 _ALWAYS = WITHOUT_BIASES | {
     "swiglu": True,
     "qk_layernorm": True,
@@ -36,8 +41,8 @@ _ALWAYS = WITHOUT_BIASES | {
 
 def _keys(letters: Letters, groups: int, *own: Keys) -> tuple[Keys, ...]:
     """Return the entries that these families share. `groups`: number of key-value heads if config.json lacks it."""
-    sizes = ("linear_num_key_heads", 16), ("linear_num_value_heads", 32), ("linear_conv_kernel_dim", 4)
-    sizes += ("linear_key_head_dim", 128), ("linear_value_head_dim", 128)
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    sizes = heads | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return (
         *OF_ALL,
         *WIDTHS,
@@ -45,10 +50,11 @@ def _keys(letters: Letters, groups: int, *own: Keys) -> tuple[Keys, ...]:
         key("attention_dropout", "attention_dropout", 0.0),
         fixed("hidden_act", "silu"),  # also of the convolution
         fixed("attention_bias", False),
+        fixed("attn_output_gate", True, written=False),
         tied(False),
         keys.grouped_queries(groups),
         keys.head_width(256),
-        *only_with(DELTA_LETTER, letters, *(key(name, name, default) for name, default in sizes)),
+        *only_with(DELTA_LETTER, letters, *(key(name, name, default) for name, default in sizes.items())),
         *own,
     )
 
@@ -69,33 +75,23 @@ def _of_experts(letters: Letters, topk: int, *own: Keys) -> tuple[Keys, ...]:
     )
 
 
-def _rules(layers: str, *projections: Rule) -> tuple[Rule, ...]:
-    """Return the rules for a model whose layers have this prefix, without those of experts."""
-    attention = f"{layers}.self_attn"
+def _rules(*projections: Rule) -> tuple[Rule, ...]:
+    """Return the rules for a model without those of experts. `projections`: those of its gated delta nets."""
     gate = (MappedBox("attention.query", (slice(None), 0)), MappedBox("attention.gate", (slice(None), 1)))
-    before = layers.removesuffix("layers.{layer}")
     return (
-        *norms(f"{layers}.input_layernorm", "gated_delta_norm", "input_norm"),
-        *norm(f"{layers}.post_attention_layernorm", "mlp_norm"),
-        *gated_delta(f"{layers}.linear_attn", *projections),
-        Rule(f"{attention}.q_proj.weight", "(heads two width) hidden -> heads two width hidden", gate),
-        *attention_but_queries(attention),
-        *gated_mlp(f"{layers}.mlp"),
-        *ends(f"{before}embed_tokens.weight", f"{before}norm", "lm_head.weight"),
+        *norms(f"{_LAYER}.input_layernorm", "gated_delta_norm", "input_norm"),
+        *norm(f"{_LAYER}.post_attention_layernorm", "mlp_norm"),
+        *gated_delta(f"{_LAYER}.linear_attn", *projections),
+        Rule(f"{ATTENTION}.q_proj.weight", "(heads two width) hidden -> heads two width hidden", gate),
+        *attention_but_queries(ATTENTION),
+        *gated_mlp(),
+        *ends("model.embed_tokens.weight", "model.norm", "lm_head.weight"),
     )
 
 
-def _shared_expert(block: str) -> tuple[Rule, ...]:
-    """Return the rules for the shared expert and its gate."""
-    return (
-        *gated(f"{block}.shared_expert", "moe.shared", "shared_ffn"),
-        Rule(f"{block}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
-    )
-
-
-_NEXT, _TEXT = "model.layers.{layer}", "model.language_model.layers.{layer}"
-_OF_NEXT = (*_rules(_NEXT, *projections_by_key_head(f"{_NEXT}.linear_attn")), *_shared_expert(f"{_NEXT}.mlp"))
-_OF_TEXT = _rules(_TEXT, *projections_apart(f"{_TEXT}.linear_attn"))
+_LAYER = "model.layers.{layer}"
+_OF_NEXT = (*_rules(*projections_by_key_head(f"{_LAYER}.linear_attn")), *shared_expert(MLP))
+_OF_TEXT = _rules(*projections_apart(f"{_LAYER}.linear_attn"))
 _next_letters = partial(qwen_letters, experts=keys.sparse_by_step)
 
 QWEN3_NEXT = Family(
@@ -110,8 +106,8 @@ QWEN3_NEXT = Family(
         *_of_experts(_next_letters, 10, keys.negated("norm_topk_prob", "moe_router_pre_softmax", True)),
     ),
     _ALWAYS,
-    (*_OF_NEXT, *experts(f"{_NEXT}.mlp")),
-    fused=(*_OF_NEXT, *fused_experts(f"{_NEXT}.mlp")),
+    (*_OF_NEXT, *experts(MLP)),
+    fused=(*_OF_NEXT, *fused_experts(MLP)),
     further=r"mtp\..*",
 )
 
@@ -123,17 +119,17 @@ def _text(name: str, architecture: str, *, sparse: bool, groups: int) -> Family:
         return [sparse] * layers_of(config)
 
     letters = partial(qwen_letters, experts=with_experts)
-    block = f"{_TEXT}.mlp"
-    own = (layer_keys.qwen_layers(letters), layer_keys.rotary_of_text())
+    gate = fixed("output_gate_type", "swish", written=False)
+    own = (layer_keys.qwen_layers(letters), layer_keys.rotary_of_text(), gate)
     return Family(
         name,
         architecture,
         _keys(letters, groups, *own, *(_of_experts(letters, 8) if sparse else (FFN,))),
         _ALWAYS,
-        (*_OF_TEXT, *_shared_expert(block), *experts(block)) if sparse else _OF_TEXT,
-        fused=(*_OF_TEXT, *_shared_expert(block), *fused_experts(block)) if sparse else (),
-        prefixes={"model.": "model.language_model.", "": "model.language_model."},
-        further=r"mtp\..*|model\.visual\..*",
+        (*_OF_TEXT, *shared_expert(MLP), *experts(MLP)) if sparse else _OF_TEXT,
+        fused=(*_OF_TEXT, *shared_expert(MLP), *fused_experts(MLP)) if sparse else (),
+        prefixes={"model.language_model.": "model.", "": "model."},
+        further=rf"mtp\..*|{re.escape(IMAGES)}.*",
     )
 
 

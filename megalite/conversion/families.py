@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
+from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
-from megalite.conversion.mamba_families import BAMBA, NEMOTRON_H
+from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
     rotary,
@@ -21,6 +22,7 @@ from megalite.conversion.position_keys import (
     window_pattern,
 )
 from megalite.conversion.shared_rules import (
+    ATTENTION,
     MLP,
     OF_ALL,
     RMS_NORM,
@@ -34,6 +36,7 @@ from megalite.conversion.shared_rules import (
     fused_experts,
     gated,
     gated_mlp,
+    shared_expert,
 )
 
 # ------------------------------------------------------------------------------------------------ Llama and its like
@@ -146,8 +149,7 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *gated(f"{MLP}.shared_expert", "moe.shared", "shared_ffn"),
-    Rule(f"{MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
+    *shared_expert(MLP),
 )
 QWEN3_MOE = _with_experts(
     _llama_like(
@@ -191,6 +193,48 @@ GLM4_MOE = replace(
         choice_bias(MLP),
     ),
     further=r"model\.layers\.({layers})\..*",
+)
+
+_INTERLEAVED = (
+    "experts hidden (expert_ffn two) -> experts two expert_ffn hidden",
+    "experts (expert_ffn two) -> experts two expert_ffn",
+)
+_GPT_OSS_EXPERTS = (
+    *linear(f"{MLP}.router", ("experts hidden -> experts hidden", "experts -> experts"), MappedBox("moe.router")),
+    Rule(f"{MLP}.experts.gate_up_proj", _INTERLEAVED[0], (MappedBox("moe.gate_up"),)),
+    Rule(f"{MLP}.experts.gate_up_proj_bias", _INTERLEAVED[1], (MappedBox("moe.gate_up_bias"),)),
+    Rule(
+        f"{MLP}.experts.down_proj", "experts expert_ffn hidden -> experts hidden expert_ffn", (MappedBox("moe.down"),)
+    ),
+    Rule(f"{MLP}.experts.down_proj_bias", "experts hidden -> experts hidden", (MappedBox("moe.down_bias"),)),
+    Rule(f"{ATTENTION}.sinks", "heads -> heads", (MappedBox("attention.sink"),)),
+)
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    (
+        *OF_ALL,
+        *_LLAMA_KEYS,
+        key("rms_norm_eps", "norm_epsilon", 1e-5),
+        keys.head_width(64),
+        keys.grouped_queries(8),
+        keys.num_experts("num_local_experts", "num_experts"),
+        key("num_experts_per_tok", "moe_router_topk", 4),
+        key("swiglu_limit", "activation_func_clamp_value", 7.0),
+        fixed("swiglu_alpha", 1.702, written=False),
+        fixed("hidden_act", "silu"),
+        fixed("attention_bias", True),
+        keys.quantization("mxfp4"),
+        rotary(default_base=150_000.0, otherwise=_GPT_OSS_YARN),
+        window_pattern(full_every=2, default=128),
+        tied(False),
+    ),
+    RMS_NORM
+    | {"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "moe_router_bias": True}
+    | {"softmax_type": "learnable"},
+    (*_LLAMA_RULES, *_GPT_OSS_EXPERTS),
+    mxfp4=True,
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
@@ -330,16 +374,15 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
 LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
-    "gpt_oss": "attention sinks, a bias of the router, and its clamped activation",
     "olmoe": "a norm of the queries and keys over all heads together",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

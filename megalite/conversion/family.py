@@ -13,7 +13,7 @@ from megalite.config import ModelConfig
 from megalite.config.fields import flag_of
 from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.validate_model import model_problems, number_problems
-from megalite.conversion.config_keys import Json, Keys, prediction_layers
+from megalite.conversion.config_keys import UNREADABLE, Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
@@ -59,6 +59,9 @@ class Family:
     halves: int = 2
     """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
 
+    mxfp4: bool = False
+    """True if weights of experts may be in blocks of MXFP4 (`mxfp4.py`)."""
+
     @property
     def fates(self) -> Fates:
         """Fates of the keys of config.json."""
@@ -90,7 +93,7 @@ class Family:
                     yield keys, keys.read(config), ""
             except CheckpointError as error:
                 yield keys, {}, str(error)
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            except UNREADABLE:
                 there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
                 yield keys, {}, f"{', '.join(there or keys.names)} cannot be read"
 

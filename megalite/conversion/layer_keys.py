@@ -10,7 +10,7 @@ from typing import Any
 from megalite.config import ModelConfig
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.layer_specs import ATTENTION_LETTER, DELTA_LETTER, EXPERTS_LETTER, MAMBA_LETTER, pattern_of
-from megalite.conversion.config_keys import Json, Keys, key, layers_of, value_of
+from megalite.conversion.config_keys import UNREADABLE, Json, Keys, key, layers_of, value_of
 from megalite.conversion.position_keys import rotary
 from megalite.errors import CheckpointError
 from megalite.model.mamba import NORM_EPSILON
@@ -25,12 +25,19 @@ _NEMOTRON |= {"moe": EXPERTS_LETTER}
 
 def only_with(letter: str, letters: Letters, *of_kind: Keys) -> Iterator[Keys]:
     """Yield entries for keys that describe layers of one kind: they are read if the network has such layers."""
+
+    def has_such(config: Json) -> bool:
+        try:
+            return letter in letters(config)
+        except (CheckpointError, *UNREADABLE):  # which the entry for the layers reports
+            return False
+
     for each in of_kind:
 
         def write(model: ModelConfig, each: Keys = each) -> dict[str, Any]:
             return each.write(model) if letter in pattern_of(model.layers) else {}
 
-        yield replace(each, applies=lambda config: letter in letters(config), write=write)
+        yield replace(each, applies=has_such, write=write)
 
 
 def letters_of_kinds(name: str, kinds: Any, letters: Mapping[str, str]) -> str:
@@ -105,7 +112,8 @@ def bamba_letters(config: Json) -> str:
     layers, listed = layers_of(config), value_of(config, "attn_layer_indices", None) or []
     if not isinstance(listed, list) or any(type(place) is not int or not 0 <= place < layers for place in listed):
         raise CheckpointError(f"attn_layer_indices is {shown(listed)}, it must be a list of numbers below {layers}")
-    return with_dense("".join(ATTENTION_LETTER if place in listed else MAMBA_LETTER for place in range(layers)))
+    places = {*listed}
+    return with_dense("".join(ATTENTION_LETTER if place in places else MAMBA_LETTER for place in range(layers)))
 
 
 def bamba_layers() -> Keys:
@@ -118,6 +126,37 @@ def bamba_layers() -> Keys:
 
     names = ("num_hidden_layers", "attn_layer_indices")
     return Keys(names, lambda config: pattern_fields(bamba_letters(config)), write)
+
+
+_GRANITE = {"mamba": MAMBA_LETTER, "linear_attention": MAMBA_LETTER, **_ATTENTION_KINDS}
+
+
+def granite_letters(config: Json) -> str:
+    """Return the pattern of a Granite 4 model, in which all layers have experts, or none."""
+    layers, kinds, experts = layers_of(config), config.get("layer_types"), value_of(config, "num_local_experts", 8)
+    mixers = MAMBA_LETTER * layers if kinds is None else letters_of_kinds("layer_types", kinds, _GRANITE)
+    if len(mixers) != layers:
+        raise CheckpointError(f"layer_types has {len(mixers)} entries for {layers} layers")
+    return "".join(letter + (EXPERTS_LETTER if experts else "-") for letter in mixers)
+
+
+def granite_layers() -> Keys:
+    """Return the entry for the layers of Granite 4, and for the number of experts in each, which may be 0."""
+
+    def read(config: Json) -> dict[str, Any]:
+        experts = value_of(config, "num_local_experts", 8)
+        return pattern_fields(granite_letters(config)) | ({"num_experts": experts} if experts != 0 else {})
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        mixers, kinds = mixers_of(model), {MAMBA_LETTER: "mamba", ATTENTION_LETTER: "attention"}
+        written = [kinds.get(letter, "neither") for letter in mixers]
+        return {
+            "num_hidden_layers": len(mixers),
+            "layer_types": written,
+            "num_local_experts": model.num_experts or 0,
+        }
+
+    return Keys(("num_hidden_layers", "layer_types", "num_local_experts"), read, write)
 
 
 _QWEN = {"linear_attention": DELTA_LETTER, **_ATTENTION_KINDS}
@@ -171,6 +210,35 @@ def rotary_of_text() -> Keys:
     return replace(entry, read=read)
 
 
+def optional_rotary() -> Keys:
+    """Return the entry for positions of Granite 4: rotary embeddings or none."""
+    entry, name = rotary(), "position_embedding_type"
+
+    def read(config: Json) -> dict[str, Any]:
+        if (kind := config.get(name)) not in (None, "nope", "rope"):
+            raise CheckpointError(f"{name} is {shown(kind)}, but only 'rope' and 'nope' are supported")
+        return entry.read(config) if kind == "rope" else {name: "none"}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {name: "rope"} | entry.write(model) if model.rotary else {name: "nope"}
+
+    return Keys((name, *entry.names), read, write)
+
+
+def factor_of_scores() -> Keys:
+    """Return the entry for the factor of attention scores."""
+
+    def read(config: Json) -> dict[str, Any]:
+        scalar = value_of(config, "attention_multiplier", 1.0) ** -2
+        whole = round(scalar)
+        return {"query_pre_attn_scalar": float(whole) if math.isclose(scalar, whole, rel_tol=1e-12) else scalar}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {"attention_multiplier": (model.query_pre_attn_scalar or model.head_dim) ** -0.5}
+
+    return Keys(("attention_multiplier",), read, write)
+
+
 def half_rotary() -> Keys:
     """Return the entry for rotary embeddings of Bamba, which rotate half of a head, whatever config.json says."""
     entry = rotary(share="partial_rotary_factor", default_share=0.5)
@@ -205,7 +273,10 @@ def head_times_heads() -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         heads, width = value_of(config, "mamba_n_heads", 128), value_of(config, "mamba_d_head", "auto")
-        inner = value_of(config, "mamba_expand", 2) * value_of(config, "hidden_size")
+        expand, hidden = value_of(config, "mamba_expand", 2), value_of(config, "hidden_size")
+        if type(expand) is not int or type(hidden) is not int:
+            raise CheckpointError(f"mamba_expand is {shown(expand)}, it must be a whole number")
+        inner = expand * hidden
         if inner != (inner // heads if width == "auto" else width) * heads:
             raise CheckpointError(
                 f"mamba_expand times hidden_size is {shown(inner)}, but mamba_n_heads times mamba_d_head is another"

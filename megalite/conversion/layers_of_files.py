@@ -40,6 +40,8 @@ def recurrent_axis_lengths(model: ModelConfig) -> dict[str, int]:
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     key_width, value_width = model.linear_key_head_dim, model.linear_value_head_dim
     return {
+        "channels": model.hidden_size,
+        "short_taps": model.short_conv_kernel_dim,
         "mamba_heads": heads,
         "mamba_width": width,
         "mamba_groups": groups,

@@ -1,4 +1,4 @@
-"""Families of Hugging Face models with Mamba-2 layers: Nemotron-H, Bamba."""
+"""Families of Hugging Face models with Mamba-2 layers: Nemotron-H, Bamba, Granite 4."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megalite.conversion import config_keys as keys
 from megalite.conversion import layer_keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
-from megalite.conversion.layer_keys import bamba_letters, nemotron_letters, only_with
+from megalite.conversion.layer_keys import bamba_letters, granite_letters, nemotron_letters, only_with
 from megalite.conversion.mapping import DOWN, UP, MappedBox, Rule, linear, norm
 from megalite.conversion.recurrent_rules import mamba, norms
 from megalite.conversion.shared_rules import (
@@ -28,6 +28,8 @@ from megalite.conversion.shared_rules import (
 # ------------------------------------------------------------------------------------------------ Nemotron-H
 
 
+_DOWN_TO_LATENT = "expert_hidden hidden -> expert_hidden hidden"
+_UP_FROM_LATENT = "hidden expert_hidden -> hidden expert_hidden"
 _NEMOTRON = "backbone.layers.{layer}.mixer"
 
 
@@ -42,13 +44,15 @@ def _nemotron_rules(*of_experts: Rule) -> tuple[Rule, ...]:
         router(_NEMOTRON),
         choice_bias(_NEMOTRON),
         *of_experts,
+        Rule(f"{_NEMOTRON}.fc1_latent_proj.weight", _DOWN_TO_LATENT, (MappedBox("moe.latent_down"),)),
+        Rule(f"{_NEMOTRON}.fc2_latent_proj.weight", _UP_FROM_LATENT, (MappedBox("moe.latent_up"),)),
         *not_gated(f"{_NEMOTRON}.shared_experts", "moe.shared", "shared_ffn"),
         *ends("backbone.embeddings.weight", "backbone.norm_f", "lm_head.weight"),
     )
 
 
-_UP_OF_ALL = "experts expert_ffn hidden -> experts expert_ffn hidden"
-_DOWN_OF_ALL = "experts hidden expert_ffn -> experts hidden expert_ffn"
+_UP_OF_ALL = "experts expert_ffn expert_hidden -> experts expert_ffn expert_hidden"
+_DOWN_OF_ALL = "experts expert_hidden expert_ffn -> experts expert_hidden expert_ffn"
 
 NEMOTRON_H = Family(
     "nemotron_h",
@@ -68,6 +72,7 @@ NEMOTRON_H = Family(
         layer_keys.same_as("attention_head_dim", "head_dim", 128),
         layer_keys.same_as("num_query_groups", "num_key_value_heads", 8),
         layer_keys.same_as("rms_norm_eps", "layer_norm_epsilon", 1e-5),
+        layer_keys.same_as("norm_eps", "layer_norm_epsilon", 1e-5),
         *(fixed(name, False) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
         fixed("sliding_window", None),
         *only_with(
@@ -89,6 +94,7 @@ NEMOTRON_H = Family(
             Keys((), lambda _: SIGMOID, lambda _: {}),
             keys.num_experts("n_routed_experts", "num_local_experts"),
             key("num_experts_per_tok", "moe_router_topk", 2),
+            key("moe_latent_size", "moe_latent_size", None),
             key("moe_intermediate_size", "moe_ffn_hidden_size", 7688, written="expert_ffn_size"),
             key("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688),
             key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, written="topk_scaling_factor"),
@@ -98,7 +104,7 @@ NEMOTRON_H = Family(
         ),
     ),
     WITHOUT_BIASES | {"position_embedding_type": "none"},
-    _nemotron_rules(*not_gated(f"{_NEMOTRON}.experts.{{expert}}", "moe", "expert_ffn")),
+    _nemotron_rules(*not_gated(f"{_NEMOTRON}.experts.{{expert}}", "moe", "expert_ffn", "expert_hidden")),
     fused=_nemotron_rules(
         Rule(f"{_NEMOTRON}.experts.up_proj", _UP_OF_ALL, (MappedBox("moe.up"),)),
         Rule(f"{_NEMOTRON}.experts.down_proj", _DOWN_OF_ALL, (MappedBox("moe.down"),)),
@@ -108,9 +114,9 @@ NEMOTRON_H = Family(
     halves=1,
 )
 
-# ------------------------------------------------------------------------------------------------ Bamba
+# ------------------------------------------------------------------------------------------------ Bamba, Granite 4
 
-_BAMBA_LAYER = "model.layers.{layer}"
+_LAYER = "model.layers.{layer}"
 BAMBA = Family(
     "bamba",
     "BambaForCausalLM",
@@ -138,11 +144,74 @@ BAMBA = Family(
     ),
     RMS_NORM | {"swiglu": True},
     (
-        *norms(f"{_BAMBA_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
-        *mamba(f"{_BAMBA_LAYER}.mamba"),
+        *norms(f"{_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
+        *mamba(f"{_LAYER}.mamba"),
         *attention(),
-        *norm(f"{_BAMBA_LAYER}.pre_ff_layernorm", "mlp_norm"),
-        *gated_mlp(f"{_BAMBA_LAYER}.feed_forward"),
+        *norm(f"{_LAYER}.pre_ff_layernorm", "mlp_norm"),
+        *gated_mlp(f"{_LAYER}.feed_forward"),
         *ends("model.embed_tokens.weight", "model.final_layernorm", "lm_head.weight"),
     ),
+)
+
+
+def _granite_rules(router: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Return the rules of Granite 4, whose router and experts have these names."""
+    shared, experts = f"{_LAYER}.shared_mlp", f"{_LAYER}.block_sparse_moe"
+    of_all = (
+        (f"{experts}.{router}", "experts hidden -> experts hidden", "moe.router"),
+        (f"{experts}.{up}", "experts (two expert_ffn) hidden -> experts two expert_ffn hidden", "moe.gate_up"),
+        (f"{experts}.{down}", "experts hidden expert_ffn -> experts hidden expert_ffn", "moe.down"),
+        (f"{shared}.input_linear.weight", "(two ffn) hidden -> two ffn hidden", "mlp.gate_up"),
+        (f"{shared}.output_linear.weight", "hidden ffn -> hidden ffn", "mlp.down"),
+        (f"{shared}.input_linear.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),
+        (f"{shared}.output_linear.weight", "hidden shared_ffn -> hidden shared_ffn", "moe.shared.down"),
+    )
+    return (
+        *norms(f"{_LAYER}.input_layernorm", "mamba_norm", "input_norm"),
+        *mamba(f"{_LAYER}.mamba"),
+        *attention(),
+        *norm(f"{_LAYER}.post_attention_layernorm", "mlp_norm"),
+        *(Rule(file, pattern, (MappedBox(tensor),)) for file, pattern, tensor in of_all),
+        *ends("model.embed_tokens.weight", "model.norm", "lm_head.weight"),
+    )
+
+
+GRANITE = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    (
+        *OF_ALL,
+        *WIDTHS,
+        layer_keys.granite_layers(),
+        *only_with(MAMBA_LETTER, granite_letters, layer_keys.mamba_norm_epsilon("rms_norm_eps", 1e-6)),
+        key("rms_norm_eps", "norm_epsilon", 1e-6),
+        key("attention_dropout", "attention_dropout", 0.0),
+        fixed("hidden_act", "silu"),  # also of the convolution
+        fixed("attention_bias", False),
+        fixed("normalization_function", "rmsnorm", written=False),
+        tied(False),
+        keys.grouped_queries(),
+        keys.head_width(),
+        layer_keys.optional_rotary(),
+        layer_keys.factor_of_scores(),
+        *(fixed(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        *only_with(
+            MAMBA_LETTER,
+            granite_letters,
+            *layer_keys.bamba_sizes(),
+            fixed("mamba_conv_bias", True),
+            fixed("mamba_proj_bias", False),
+        ),
+        *only_with("-", granite_letters, key("shared_intermediate_size", "ffn_hidden_size", 1024, written="ffn_size")),
+        *only_with(
+            EXPERTS_LETTER,
+            granite_letters,
+            key("shared_intermediate_size", "moe_shared_expert_intermediate_size", 1024),
+            key("intermediate_size", "moe_ffn_hidden_size", written="expert_ffn_size"),
+            key("num_experts_per_tok", "moe_router_topk", 2),
+        ),
+    ),
+    WITHOUT_BIASES | {"swiglu": True},
+    _granite_rules("router.layer.weight", "input_linear.weight", "output_linear.weight"),
+    fused=_granite_rules("router.weight", "experts.gate_up_proj", "experts.down_proj"),
 )

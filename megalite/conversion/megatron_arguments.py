@@ -10,14 +10,21 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, megatron_flags
-from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, NEXT_STAGE, specs_of_letters
+from megalite.config.activations import ACTIVATIONS, flags_by_megatron, megatron_of
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems, with_router_weights
 from megalite.conversion.folder_keys import NULL, KeyFate
-from megalite.errors import CheckpointError, ConfigurationError
+from megalite.conversion.megatron_layers import (
+    LAYER_ARGUMENTS,
+    arguments_of_layers,
+    as_text,
+    is_of_pattern,
+    layer_problems,
+    layers_in,
+    pattern_in,
+)
+from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
 _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
@@ -25,7 +32,8 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
-    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate"""
+    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate
+    softmax_type glu_linear_offset activation_func_clamp_value"""
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
@@ -40,35 +48,23 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
-_OF_LETTERS = {
-    MAMBA_LETTER: "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
-    DELTA_LETTER: """linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-        linear_num_value_heads""",
-}
-"""Further fields of this kind, which have a meaning only if a pattern has the letter."""
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
-_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm glu_linear_offset
+_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale mrope_section
-    activation_func_clamp_value heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
-    moe_latent_size"""
+_CHOICES = """softmax_scale mrope_section heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
+    **dict.fromkeys(_SWITCHES_AND_COUNTS.split(), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),
-    "softmax_type": (None, "vanilla"),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
-
-Beside a pattern of layers, some others have none, either (`_beside_a_pattern`).
 
 All other arguments that are not fields describe the run, not the network. If one of them adds tensors to the network,
 the check of the tensors finds this.
 """
-_PATTERN = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
-    window_attn_skip_freq no_rope_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu
-    vocab_size seq_length"""
+_FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding
+    moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size seq_length"""
 """Arguments that are read beside fields."""
 _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_train_samples consumed_valid_samples
     cpu_offloading data_parallel_size expert_gtp_weight_remat_size fp4 fp8 grpo_samples_per_iteration
@@ -106,11 +102,8 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     kind = values.get("position_embedding_type", "learned_absolute")
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
-    values |= _window(arguments)
-    if arguments.get("no_rope_freq"):  # 0 means none
-        values["no_rope_freq"] = _text(arguments["no_rope_freq"])
     values |= _experts(arguments)
-    values |= _layers(arguments)
+    values |= layers_in(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
     if values.get("num_experts") and kinds in _WITHOUT_LOSS:
         values["moe_router_load_balancing_type"] = (kinds,)
@@ -135,12 +128,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if model.num_experts is not None and model.add_bias_linear:
-        problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
-    if DELTA_LETTER in (model.hybrid_layer_pattern or "") and (
-        model.normalization != "RMSNorm" or model.apply_layernorm_1p
-    ):
-        problems.append(f"  {DELTA_LETTER} with another norm than RMSNorm, or with --apply-layernorm-1p: {_NO_NETWORK}")
+        problems.append("  --num-experts with --add-bias-linear: biases of experts and routers are not converted")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
+    problems = problems or [f"  {problem}: {_NO_NETWORK}" for problem in layer_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
     return model
@@ -151,41 +141,13 @@ def _is_off(name: str, arguments: Mapping[str, Any]) -> bool:
     value = arguments.get(name)
     if value in _NOT_OURS[name]:
         return True
-    if _pattern(arguments) is None:
-        return False
-    specs = megatron_flags.tables()["accepted_values"]["spec"]["values"].split()
-    words = value if isinstance(value, list) else [value]
-    others = {"is_hybrid_model", "linear_attention_freq"}  # the pattern says it all
-    of_letters = name == "experimental_attention_variant" and value == "gated_delta_net"
-    return name in others or of_letters or (name == "spec" and all(word in specs for word in words))
-
-
-def _pattern(arguments: Mapping[str, Any]) -> object:
-    """Return the pattern of layers, by whichever name the run had it, or None."""
-    return next((arguments[name] for name in _PATTERN if arguments.get(name) is not None), None)
-
-
-def _layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a pattern of layers, whose stages are no part of the network; empty without a pattern.
-
-    Raises CheckpointError if a letter is no layer of megalite.
-    """
-    if not isinstance(pattern := _pattern(arguments), str):
-        return {} if pattern is None else {"hybrid_layer_pattern": pattern}
-    letters = pattern.replace(NEXT_STAGE, "")
-    try:
-        specs_of_letters(letters)
-    except ConfigurationError as error:
-        raise CheckpointError(f"  {error}") from error
-    names = [name for letter, names in _OF_LETTERS.items() if letter in letters for name in names.split()]
-    found = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    return found | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
+    return pattern_in(arguments) is not None and is_of_pattern(name, value)
 
 
 def argument_fates(arguments: Mapping[str, Any]) -> Iterator[KeyFate]:
     """Yield the fate of each argument of a checkpoint."""
     used = {*_SAME.split(), *_OF_EXPERTS.split(), *_FURTHER.split(), *_OTHER_NAMES, *_OTHER_NAMES.values()}
-    used |= {*_PATTERN, *(name for names in _OF_LETTERS.values() for name in names.split())}
+    used |= LAYER_ARGUMENTS
     used |= {*_TOKENIZER.split(), *_TIKTOKEN.split(), *(row.megatron or "" for row in ACTIVATIONS)}
     for name, value in sorted(arguments.items()):
         if name in _NOT_OURS:
@@ -221,37 +183,15 @@ def _flags_of_runs() -> set[str]:
     return {*_COMPUTED.split(), *flags, *bare, *fields_by_name()}
 
 
-def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for a sliding window.
-
-    `window_size` is (keys before, keys after), and -1 means all keys. `window_attn_skip_freq` is N, or a list of 0, 1.
-    """
-    size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
-    if size is None:
-        return {}
-    text = _text(size)
-    text = text.strip("[]").replace(" ", "") if isinstance(size, list | tuple) else text
-    if text.replace(" ", "").strip("()").startswith("-1,"):
-        return {}
-    return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": _text(skip)})
-
-
 def _experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for layers with experts. `moe_layer_freq` is N, or a list of 0, 1."""
     if not arguments.get("num_experts"):
         return {}
     given = {name: arguments[name] for name in _OF_EXPERTS.split() if arguments.get(name) is not None}
     layers = arguments.get("moe_layer_freq")
-    return (
-        given if layers in (None, 1) or _pattern(arguments) is not None else given | {"moe_layer_freq": _text(layers)}
-    )
-
-
-def _text(value: object) -> str:
-    """Return a number, a text or a list of integers as text, in the form that a flag takes."""
-    if isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(type(each) is int for each in value):
-        return str(list(value))
-    return value if isinstance(value, str) else shown(value)
+    if layers in (None, 1) or pattern_in(arguments) is not None:
+        return given
+    return given | {"moe_layer_freq": as_text(layers)}
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
@@ -292,7 +232,6 @@ def arguments_of(
     """
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}
-    windows = [layer.keys_before for layer in model.layers]
     arguments |= {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
@@ -300,9 +239,6 @@ def arguments_of(
         **megatron_of(model.activation),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "window_size": next(((before, 0) for before in windows if before is not None), None),
-        "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
-        "no_rope_freq": [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq is not None else None,
         "seq_length": sequence_length or model.max_position_embeddings,
         "max_position_embeddings": model.max_position_embeddings or sequence_length,
         "vocab_size": (model.vocab_size or 0) - _more_tokens(data.get("tokenizer_type")),
@@ -329,10 +265,7 @@ def arguments_of(
             "expert_model_parallel_size": 1,
             "expert_tensor_parallel_size": 1,
         }
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        names = [name for letter, names in _OF_LETTERS.items() if letter in pattern for name in names.split()]
-        arguments |= {name: getattr(model, name) for name in names}
-        arguments |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True}
+    arguments |= arguments_of_layers(model)
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
     if different:

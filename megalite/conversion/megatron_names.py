@@ -128,6 +128,7 @@ RULES: tuple[Rule, ...] = (
     _query_key_value("_bias"),
     *norm(_ATTENTION + "q_layernorm", "attention.query_norm", "width"),
     *norm(_ATTENTION + "k_layernorm", "attention.key_norm", "width"),
+    Rule(_ATTENTION + "core_attention.softmax_offset", "heads -> heads", (MappedBox("attention.sink"),)),
     *linear(_ATTENTION + "linear_proj", ATTENTION_OUTPUT, MappedBox("attention.output")),
     *norm(_MLP + "linear_fc1.layer_norm", "mlp_norm", joint="_"),
     *linear(_MLP + "linear_fc1", _GATE_UP, MappedBox("mlp.gate_up")),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 
 from megalite.config import ModelConfig
-from megalite.conversion.mapping import MappedBox, Rule, axes_of, axis_lengths, norm
+from megalite.conversion.mapping import MappedBox, Rule, axes_of, axis_lengths, linear, norm
 
 
 def in_a_row(*parts: tuple[str, str]) -> Callable[[ModelConfig], tuple[MappedBox, ...]]:
@@ -127,7 +127,7 @@ def projections_apart(block: str) -> tuple[Rule, ...]:
 
 
 def projections_by_key_head(block: str) -> tuple[Rule, ...]:
-    """Return the rules for projections that stand together by heads of keys, with those of their values (Qwen3-Next)."""
+    """Return the rules for projections that are together by heads of keys, with those of their values (Qwen3-Next)."""
 
     def values_of(tensor: str, start: int, stop: int, model: ModelConfig, pattern: str | None) -> list[MappedBox]:
         each = model.linear_num_value_heads // model.linear_num_key_heads
@@ -164,5 +164,30 @@ def projections_by_key_head(block: str) -> tuple[Rule, ...]:
             f"{block}.in_proj_ba.weight",
             "(key_heads gates_by_key) hidden -> key_heads gates_by_key hidden",
             gates,
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ short convolutions
+
+
+def short_convolution(block: str) -> tuple[Rule, ...]:
+    """Return the rules for a short convolution, with biases if the model has them."""
+    projections = (MappedBox(f"short_convolution.{part}", (place,)) for place, part in enumerate(("B", "C", "x")))
+    return (
+        *linear(
+            f"{block}.in_proj",
+            ("(three channels) hidden -> three channels hidden", "(three channels) -> three channels"),
+            *projections,
+        ),
+        *linear(
+            f"{block}.conv",
+            ("channels one short_taps -> channels (one short_taps)", "channels -> channels"),
+            MappedBox("short_convolution.conv"),
+        ),
+        *linear(
+            f"{block}.out_proj",
+            ("hidden channels -> hidden channels", "hidden -> hidden"),
+            MappedBox("short_convolution.output"),
         ),
     )

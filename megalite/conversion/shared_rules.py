@@ -37,28 +37,31 @@ def ends(word: str, final_norm: str, head: str) -> tuple[Rule, ...]:
     return (embedding, *norm(final_norm, "final_norm"), output)
 
 
-def attention(block: str = ATTENTION) -> tuple[Rule, ...]:
-    """Return the rules for the matrices of attention, and for the norms of queries and keys."""
+def attention(block: str = ATTENTION, *, output: str = "o_proj", norms: str = "norm") -> tuple[Rule, ...]:
+    """Return the rules for the matrices of attention, and for the norms of queries and keys.
+
+    `output`, `norms`: names of the output layer, and of the norms without q_ or k_.
+    """
     return (
         *linear(f"{block}.q_proj", QUERY, MappedBox("attention.query")),
-        *attention_but_queries(block),
+        *attention_but_queries(block, output=output, norms=norms),
     )
 
 
-def attention_but_queries(block: str) -> tuple[Rule, ...]:
+def attention_but_queries(block: str, *, output: str = "o_proj", norms: str = "norm") -> tuple[Rule, ...]:
     """Return these rules without that for the queries."""
     return (
         *linear(f"{block}.k_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 0))),
         *linear(f"{block}.v_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 1))),
-        *linear(f"{block}.o_proj", ATTENTION_OUTPUT, MappedBox("attention.output")),
-        *norm(f"{block}.q_norm", "attention.query_norm", "width"),
-        *norm(f"{block}.k_norm", "attention.key_norm", "width"),
+        *linear(f"{block}.{output}", ATTENTION_OUTPUT, MappedBox("attention.output")),
+        *norm(f"{block}.q_{norms}", "attention.query_norm", "width"),
+        *norm(f"{block}.k_{norms}", "attention.key_norm", "width"),
     )
 
 
-def gated_mlp(block: str = MLP) -> tuple[Rule, ...]:
-    """Return the rules for the gate, up and down matrices of a dense feed-forward layer."""
-    gate, up, down = (f"{block}.{name}" for name in GATE_UP_DOWN)
+def gated_mlp(block: str = MLP, names: Sequence[str] = GATE_UP_DOWN) -> tuple[Rule, ...]:
+    """Return the rules for the gate, up and down matrices of a dense feed-forward layer, which have these names."""
+    gate, up, down = (f"{block}.{name}" for name in names)
     return (
         *linear(gate, _GATE_OR_UP, MappedBox("mlp.gate_up", offset=(0,))),
         *linear(up, _GATE_OR_UP, MappedBox("mlp.gate_up", offset=(1,))),
@@ -79,11 +82,17 @@ def gated(block: str, tensor: str, width: str, names: Sequence[str] = GATE_UP_DO
     )
 
 
-def not_gated(block: str, tensor: str, width: str) -> tuple[Rule, ...]:
-    """Return the rules for the up and down matrices of experts without a gate."""
+def shared_expert(block: str) -> tuple[Rule, ...]:
+    """Return the rules for a shared expert whose output is multiplied with the sigmoid of a gate."""
+    gate = Rule(f"{block}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),))
+    return (*gated(f"{block}.shared_expert", "moe.shared", "shared_ffn"), gate)
+
+
+def not_gated(block: str, tensor: str, width: str, hidden: str = "hidden") -> tuple[Rule, ...]:
+    """Return the rules for the up and down matrices of experts without a gate, between these axes."""
     return (
-        Rule(f"{block}.up_proj.weight", f"{width} hidden -> {width} hidden", (MappedBox(f"{tensor}.up"),)),
-        Rule(f"{block}.down_proj.weight", f"hidden {width} -> hidden {width}", (MappedBox(f"{tensor}.down"),)),
+        Rule(f"{block}.up_proj.weight", f"{width} {hidden} -> {width} {hidden}", (MappedBox(f"{tensor}.up"),)),
+        Rule(f"{block}.down_proj.weight", f"{hidden} {width} -> {hidden} {width}", (MappedBox(f"{tensor}.down"),)),
     )
 
 

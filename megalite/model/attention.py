@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
+from megalite.config.model import SoftmaxType
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import KeyValueCache
 from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.heads_norm import HeadsNorm
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +45,8 @@ class AttentionSizes:
         rotary_interleaved: rotate channel 2i with 2i + 1, instead of channel i with i + half of the rotated channels.
         rotary: rotate queries and keys by their positions, if the network does.
         output_gate: multiply the output with the sigmoid of a gate, which the input gives like queries.
-        sink: logit of each head that its softmax has beside those of the keys, without a value.
+        softmax_type: softmax over the logits of the keys (vanilla), and for each head a sink, one more logit without a
+            value: 0 (off-by-one) or learned (learnable).
     """
 
     hidden: int
@@ -61,7 +64,7 @@ class AttentionSizes:
     rotary_interleaved: bool = False
     rotary: bool = True
     output_gate: bool = False
-    sink: Literal["none", "zero", "learned"] = "none"
+    softmax_type: SoftmaxType = "vanilla"
 
 
 def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -109,6 +112,28 @@ def _query_key_value(
     return [fused, *(_key_value(group, key_value, run) for run in runs if len(run[2]) > 1)]
 
 
+def _heads_norm(
+    context: ParallelContext, name: str, sizes: AttentionSizes, epsilon: float, around_one: bool
+) -> HeadsNorm:
+    """Make the norm of queries and keys over all heads. Its weights lie where queries and keys do."""
+    group, initial = context.group("heads"), Constant(0.0 if around_one else 1.0)
+    of_queries, of_keys = (
+        LogicalTensor(f"{name}.{part}_norm.weight", (count, sizes.width), initial, False)
+        for part, count in (("query", sizes.heads), ("key", sizes.groups))
+    )
+    runs = key_value_runs(sizes.heads, sizes.groups, group.size, group.rank)
+    runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the groups
+    return HeadsNorm(
+        context,
+        context.split(of_queries, {0: "heads"}, columns=0),
+        [_key_value(group, of_keys, run) for run in runs],
+        [len(sharers) for _, count, sharers in runs for _ in range(count)],
+        (sizes.heads * sizes.width, sizes.groups * sizes.width),
+        epsilon=epsilon,
+        around_one=around_one,
+    )
+
+
 class Attention(nn.Module):
     """Causal multi-head, grouped-query or multi-query attention."""
 
@@ -119,6 +144,7 @@ class Attention(nn.Module):
         sizes: AttentionSizes,
         *,
         norm: Callable[..., LayerNorm] | None = None,
+        norm_over_heads: tuple[float, bool] | None = None,
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
@@ -127,6 +153,8 @@ class Attention(nn.Module):
 
         Args:
             norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
+            norm_over_heads: epsilon of an RMSNorm of the queries, and of the keys, of all heads together, and if its
+                weights are around one; None for none.
             layer: number among the network's attention layers: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
@@ -152,6 +180,15 @@ class Attention(nn.Module):
             # Each rank normalizes its own heads, so these gradients are partial even without sequence parallelism.
             self.query_norm = norm(context, f"{name}.query_norm", sizes.width, of_part=True)
             self.key_norm = norm(context, f"{name}.key_norm", sizes.width, of_part=True)
+        self.sink: Tensor | None = None
+        if sizes.softmax_type == "learnable":
+            sink = LogicalTensor(f"{name}.sink", (sizes.heads,), Normal(sizes.std), False)
+            self.sink = context.parameter(context.split(sink, {0: "heads"}, columns=0))
+        elif sizes.softmax_type == "off-by-one":
+            self.sink = torch.zeros(self.heads, device=context.mesh.device)
+        self.heads_norm = None
+        if norm_over_heads is not None:
+            self.heads_norm = _heads_norm(context, name, sizes, *norm_over_heads)
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=self._key_value_of_head(sizes, group),
@@ -201,7 +238,7 @@ class Attention(nn.Module):
         if (cache := context.cache) is not None:
             key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
-        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random)
+        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random, self.sink)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -218,6 +255,8 @@ class Attention(nn.Module):
         key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        elif self.heads_norm is not None:
+            query, key = self.heads_norm(query, key)
         rotary = context.rotary if self.window is None else context.windowed_rotary
         if rotary is not None and self.rotary:
             query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)

@@ -240,7 +240,10 @@ class GPT(StageModule):
         if self._goes_in_blocks(first.device, micro_batch.layout.length):
             return block_mask(first.expand(len(micro_batch.tokens), -1))
         mask = dense_mask(first)
-        if takes_addend(first.device, self.dtype, self.config.attn_logit_softcapping, self._attention_dropout):
+        plain = self.config.softmax_type == "vanilla"
+        if plain and takes_addend(
+            first.device, self.dtype, self.config.attn_logit_softcapping, self._attention_dropout
+        ):
             return as_addend(mask, self.dtype)  # once for all layers
         return mask
 

@@ -94,13 +94,17 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         rotary_interleaved=config.rotary_interleaved,
         rotary=config.layers[layer].rotary,
         output_gate=config.attention_output_gate,
+        softmax_type=config.softmax_type,
     )
-    norm = make_norm(config) if config.qk_layernorm else None
+    over_heads = config.qk_layernorm_over_heads
+    decays = config.apply_wd_to_qk_layernorm
+    norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
         f"layers.{number}.attention",
         sizes,
-        norm=norm,
+        norm=None if over_heads else norm,
+        norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
@@ -181,7 +185,9 @@ def make_short_convolution(
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
-    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
+    sizes = FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    return replace(sizes, offset=offset, limit=limit)
 
 
 def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:

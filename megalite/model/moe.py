@@ -28,7 +28,6 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
-from megalite_kernels.activation import FUNCTIONS
 
 
 class Experts(nn.Module):
@@ -37,7 +36,7 @@ class Experts(nn.Module):
     def __init__(self, context: ParallelContext, name: str, experts: int, sizes: FeedForwardSizes) -> None:
         super().__init__()
         hidden, ffn, draw = sizes.hidden, sizes.ffn, Normal(sizes.std)
-        self.activation = partial(FUNCTIONS[sizes.activation.name], bias=None)
+        self.activation = partial(sizes.function, bias=None)
         if sizes.activation.gated:
             pattern = "experts two ffn hidden -> (experts two) ffn hidden"
             up = LogicalTensor(f"{name}.gate_up", (experts, 2, ffn, hidden), draw, True, pattern)

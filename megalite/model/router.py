@@ -87,6 +87,10 @@ class Router(nn.Module):
             "experts hidden -> 1 experts hidden",
         )
         self.weight = context.parameter(context.replicated(weight))
+        self.bias: Tensor | None = None
+        if config.moe_router_bias:
+            bias = LogicalTensor(f"{name}.router_bias", (self.num_experts,), Normal(config.init_method_std), False)
+            self.bias = context.parameter(context.replicated(bias))
         self.balancing = {
             kind: weight
             for kind, weight in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
@@ -161,7 +165,8 @@ class Router(nn.Module):
         """Compute the logits, in fp32 or wider: [sequence, batch, hidden] to [sequence, batch, experts]."""
         dtype = hidden.dtype if self.config.moe_router_dtype is None else _DTYPES[self.config.moe_router_dtype]
         dtype = torch.promote_types(dtype, hidden.dtype)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         return logits.to(torch.promote_types(dtype, torch.float32))
 
     def _choose(self, logits: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
@@ -273,6 +278,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
+        """Update the states by what the tallies of a step add up to."""
         if self.quantile_offset is not None:
             totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])
             offset = self.quantile_offset.values

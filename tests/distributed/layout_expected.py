@@ -236,7 +236,7 @@ def group_of(name: str) -> str:
     """Return the group of parameters that the tensor of this name belongs to."""
     if name in ("embedding.word", "output"):
         return "token_tables"
-    return "vectors" if name.endswith(("bias", "A_log", ".D")) or "norm" in name else "weights"
+    return "vectors" if name.endswith(("bias", "sink", "A_log", ".D")) or "norm" in name else "weights"
 
 
 def norms_by_group(tensors: Tensors) -> dict[str, float]:

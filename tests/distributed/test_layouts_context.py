@@ -209,7 +209,11 @@ def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools
     [
         *(("mixtral", "block"), ("s-base", "none")),
         *(pytest.param(*case, marks=pytest.mark.wide) for case in (("mixtral", "none"), ("s-base", "block"))),
-        *(pytest.param("switch", recompute, marks=pytest.mark.wide) for recompute in ("none", "block")),
+        *(
+            pytest.param(family, recompute, marks=pytest.mark.wide)
+            for family in ("switch", "kimi")
+            for recompute in ("none", "block")
+        ),
     ],
 )
 def test_what_routers_do_together_is_declared(family: str, recompute: str, rank_pools: RankPools) -> None:

@@ -38,9 +38,18 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.25,
+}
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-3,  # so that small outputs, and their rounding, are not made large
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 8,
     "partial_rotary_factor": 0.5,
@@ -141,6 +150,21 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_min": 0.5,
         },
     ),
+    "nemotron-3": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 12,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+    ),
     "nemotron-h-dense": (
         transformers.NemotronHConfig,
         {
@@ -163,6 +187,20 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "time_step_limit": (0.3, 1.2),
         },
     ),
+    "granite": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "granite-dense": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
     "qwen3-next": (
         transformers.Qwen3NextConfig,
         _DELTA
@@ -184,6 +222,48 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 16,
             "shared_expert_intermediate_size": 12,
+        },
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 4,
+            "block_ffn_dim_multiplier": 1.3,
+            "conv_L_cache": 4,
+        },
+    ),
+    "lfm2-biases": (
+        transformers.Lfm2Config,
+        {
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "rope_theta": 1e4,
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "rope_scaling": _YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gpt-oss-plain": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "default"},
         },
     ),
     "gpt2": (
@@ -214,7 +294,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
-_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm")}
+_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
 
 def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:

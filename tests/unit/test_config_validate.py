@@ -204,6 +204,12 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--window-size 5,0 --window-attn-skip-freq [1,0]",
             "--window-attn-skip-freq '[1,0]' is for 2 layers, and the network has 4",
         ),
+        ("--qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --qk-layernorm"),
+        ("--qk-layernorm --qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --normalization RMSNorm"),
+        ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
+        ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
+        ("--moe-router-bias", "--moe-router-bias needs --num-experts"),
+        ("--softmax-type sink", "--softmax-type 'sink': expected one of vanilla, off-by-one, learnable"),
         ("--no-rope-freq 2", "--no-rope-freq needs --position-embedding-type rope"),
         (
             "--position-embedding-type rope --no-rope-freq 3",

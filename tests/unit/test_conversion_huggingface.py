@@ -125,11 +125,11 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     legacy = family.config(model)
     assert "rope_parameters" not in legacy
     assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
-    assert ("rope_parameters" not in config) == name.startswith(WITHOUT_ROTARY)
+    assert "rope_parameters" in config or name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
-WITHOUT_ROTARY = ("gpt2", "nemotron-h")
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -163,6 +163,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "mistral",
         {"num_attention_heads": 16, "num_key_value_heads": "gone"},
         {"kv_groups": 8},
+    ),
+    "gpt-oss, all but sizes by default": (
+        "gpt-oss",
+        dict.fromkeys(("rope_parameters", "layer_types", "sliding_window"), "gone")
+        | dict.fromkeys(("swiglu_limit", "num_experts_per_tok"), "gone"),
+        {"rotary_scaling_factor": 32.0, "rotary_base": 150_000.0, "window_size": "127,0", "moe_router_topk": 4}
+        | {"yarn_correction_range_round_to_int": False, "activation_func_clamp_value": 7.0},
     ),
     "scaling beside its own parameters": (
         "llama",
@@ -341,17 +348,25 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
+PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
+"""Layers of a model whose tensors are changed, if another than the second one shows more."""
+
+
 @pytest.mark.wide_except("gemma2")
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
-        for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe")
+        for name in (
+            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
+        )
     ],
 )
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    others = re.compile(rf"(layers|h)\.(?!{2 if name in ('qwen2-moe', 'glm4-moe') else 1}\.)\d")
+    others = re.compile(rf"(layers|h)\.(?!({PLACES.get(name, '1')})\.)\d")
     tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
@@ -399,6 +414,7 @@ PATTERNS = {
     "groups and their width": ("llama", "(groups width) hidden -> groups", "(width groups) hidden -> groups"),
     "the output's heads": ("qwen3", "hidden (heads width) -> hidden", "hidden (width heads) -> hidden"),
     "what stands together in GPT-2": ("gpt2", "(three heads width)", "(heads three width)"),
+    "gate and up of gpt-oss": ("gpt-oss", "(expert_ffn two)", "(two expert_ffn)"),
     "what stands together in GPT-NeoX": ("gpt-neox", "(heads three width)", "(three heads width)"),
 }
 
@@ -434,6 +450,12 @@ SAID = {
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
     "qwen2-moe": {"moe_router_pre_softmax": False},
+    "gpt-oss": {
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 0.0,
+        "window_size": "6,0",
+        "no_rope_freq": "2",
+    },
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 

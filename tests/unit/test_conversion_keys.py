@@ -106,10 +106,12 @@ REQUIRED["gpt2"] = {"vocab_size": 67, "n_layer": 4, "n_embd": 768, "n_head": 96,
 REQUIRED["mixtral"] |= {"num_local_experts": 16}
 REQUIRED["qwen3_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16}
 REQUIRED["qwen2_moe"] |= {"num_experts": 16, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+REQUIRED["gpt_oss"] |= {"num_local_experts": 16}
 REQUIRED["glm4_moe"] |= {"n_routed_experts": 16}
 REQUIRED["qwen3_next"] |= {"num_experts": 16}
 REQUIRED["qwen3_5_moe_text"] |= {"num_experts": 16}
 del REQUIRED["qwen3_5_moe_text"]["intermediate_size"]
+REQUIRED["granitemoehybrid"] |= {"rms_norm_eps": 1e-5}
 REQUIRED["nemotron_h"] |= {"n_routed_experts": 16, "hybrid_override_pattern": "ME*-"}
 del REQUIRED["nemotron_h"]["num_hidden_layers"]  # which the pattern says
 """Keys that a config.json must have here, although transformers' classes have sizes of some model for them."""

@@ -54,10 +54,8 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("moe_latent_size", 8),
         ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
-        ("softmax_type", "learnable"),
         ("mtp_num_layers", 1),
         ("spec", ["some.module", "spec"]),
         ("apply_residual_connection_post_layernorm", True),
@@ -154,7 +152,7 @@ def test_older_arguments_are_understood() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"add_bias_linear": True}, "--num-experts with --add-bias-linear: Megatron-LM's router has a bias"),
+        ({"add_bias_linear": True}, "--num-experts with --add-bias-linear: biases of experts and routers are"),
         (
             {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_scores": 1},
             "Megatron-LM has no such network:\n  --moe-router-group-scores 1 \\(there: 2\\)",

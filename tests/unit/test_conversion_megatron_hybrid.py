@@ -42,6 +42,20 @@ def test_a_pattern_is_read_as_it_was_written(letters: str, tmp_path: Path) -> No
     assert not weights
 
 
+def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """A GPT keeps its layers: both halves have the index of their block."""
+    variant = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "3"}
+    opened = random_model(replace(PLAIN, num_layers=3, **variant, **DELTA))
+    folder = write(opened, tmp_path)
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert "decoder.layers.1.self_attention.in_proj.layer_norm_weight" in names
+    assert "decoder.layers.2.self_attention.linear_qkv.weight" in names
+    assert "decoder.final_layernorm.weight" in names
+    again, weights = open_megatron(tmp_path), read(opened)
+    assert function_of(again.config) == function_of(opened.config)
+    assert all(torch.equal(values, weights[name]) for name, values in read(again).items())
+
+
 def test_layers_have_the_names_of_their_places(tmp_path: Path) -> None:
     """A layer of each letter has its index in its names, and no axis for the layers; parts are apart."""
     folder = write(random_model(pattern("-M*G")), tmp_path)
@@ -87,8 +101,8 @@ def test_arguments_of_runs_describe_patterns() -> None:
     """Read both names of the pattern, with stages, and what else a run with one has."""
     written = vars(arguments_of(pattern("M*-G"), {}, 32, 56))
     assert written["hybrid_layer_pattern"] == "M*-G"
-    spec = ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
-    of_run = {"spec": spec, "is_hybrid_model": True, "moe_layer_freq": 1, "linear_attention_freq": None}
+    assert written["spec"] == ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]
+    of_run = {"moe_layer_freq": 1, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4}
     old = written | of_run | {"hybrid_layer_pattern": None, "hybrid_override_pattern": "M*|-G", "num_layers": None}
     assert model_of(old) == replace(model_of(written), vocab_size=None)
     assert {fate.kind for fate in argument_fates(old)} == {"used", "noted"}
@@ -103,8 +117,9 @@ def test_arguments_of_runs_describe_patterns() -> None:
         ({"hybrid_layer_pattern": None}, "--is-hybrid-model True: megalite has no such network"),
         ({"spec": ["my.layers", "spec"]}, "--spec"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: megalite has no such network"),
-        ({"normalization": "LayerNorm"}, "G with another norm than RMSNorm"),
-        ({"apply_layernorm_1p": True}, "G with another norm than RMSNorm, or with --apply-layernorm-1p"),
+        ({"normalization": "LayerNorm"}, "a gated delta net without --normalization RMSNorm, or with"),
+        ({"apply_layernorm_1p": True}, "RMSNorm, or with --apply-layernorm-1p: megalite has no such network"),
+        ({"swiglu": False, "squared_relu": True}, "a gated delta net without --swiglu"),
         ({"mamba_num_groups": 5}, "is not a multiple of --mamba-num-groups 5"),
     ],
 )

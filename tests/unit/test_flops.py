@@ -127,6 +127,8 @@ def test_of_the_experts_only_those_that_a_token_uses_count() -> None:
     }
     more = flops_per_token(model(**experts), 40, 10) - flops_per_token(model(), 40, 10)
     assert more == 3 * 2 * 16 * (3 * (2 * 10 + 6) + 8 + 1 - 3 * 24)
+    latent = flops_per_token(model(**experts, moe_latent_size=4), 40, 10) - flops_per_token(model(**experts), 40, 10)
+    assert latent == 3 * 2 * (3 * 2 * 10 * (4 - 16) + 2 * 4 * 16)
 
 
 def _solved(system: list[int], right: list[int], *_: Any, **__: Any) -> int:

@@ -20,6 +20,7 @@ from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
+from megalite.conversion.opened import logical_tensors, tensors_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
 from megalite.model.cache import StageCache
@@ -262,6 +263,70 @@ def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
     for letters in ("*-*", "*--", "*-*-*-"):
         with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern: \*-\*- in the checkpoint"):
             check_same_function("it", PLAIN, pattern(letters))
+
+
+def test_a_gpt_with_linear_attention_is_a_pattern() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
+    variant = {"experimental_attention_variant": "gated_delta_net"}
+    blocks = replace(PLAIN, num_layers=3, **variant, linear_attention_freq="3", **sizes)  # type: ignore[arg-type]
+    halves = pattern("G-G-*-", **sizes)
+    assert pattern_of(blocks.layers) == "G-G-*-"
+    assert blocks.numbers == ((0, 0), (1, 1), (0, 2))
+    assert logical_tensors(blocks) == logical_tensors(halves)
+    assert blocks.output_init_std == halves.output_init_std
+    check_same_function("it", blocks, halves)
+    check_same_function("it", halves, blocks)
+    listed = replace(blocks, linear_attention_freq="[1]*2+[0]")
+    assert listed.layers == blocks.layers
+    for other in (replace(blocks, linear_attention_freq="[0,1,1]"), replace(PLAIN, num_layers=3)):
+        with pytest.raises(
+            CheckpointError, match=r"hybrid_layer_pattern: G-G-\*- in this run|G-G-\*- in the checkpoint"
+        ):
+            check_same_function("it", blocks, other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--experimental-attention-variant gdn", "gated_delta_net needs --linear-attention-freq, for the layers that"),
+        ("--linear-attention-freq 2", "--linear-attention-freq needs --experimental-attention-variant gated_delta_net"),
+        ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa is for sparse attention"),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq [1]",
+            "'[1]' is for 1 layers, and the network has 2",
+        ),
+        (
+            "--experimental-attention-variant gdn --linear-attention-freq x",
+            "expected N, for attention in one layer of N",
+        ),
+        ("--linear-num-key-heads 2", "--linear-num-key-heads needs a gated delta net, G in --hybrid-layer-pattern"),
+    ],
+)
+def test_wrong_flags_of_linear_attention_are_refused(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        resolve(parse_arguments([*RUN.split(), "--num-layers", "2", *flags.split()]).config, 1)
+    assert problem in str(raised.value)
+
+
+def test_norms_of_queries_and_keys_decay_where_asked() -> None:
+    for decays in (True, False):
+        model = parse_arguments(
+            [*RUN.split(), "--num-layers=2", "--qk-layernorm", *["--apply-wd-to-qk-layernorm"] * decays]
+        )
+        weights = tensors_of_training(model.config.model)
+        assert {
+            name.split(".", 2)[-1] for name, weight in weights.items() if weight.weight_decay and "norm" in name
+        } == {f"attention.{part}_norm.{kind}" for part in ("query", "key") for kind in ("weight", "bias") if decays}
+    idle = parse_arguments([*RUN.split(), "--num-layers=2", "--no-weight-decay-cond-type", "apply_wd_to_qk_layernorm"])
+    assert "--apply-wd-to-qk-layernorm: changes nothing without --qk-layernorm" in idle.notes
+    assert not idle.config.model.apply_wd_to_qk_layernorm
+
+
+def test_a_pattern_has_linear_attention_by_its_letters() -> None:
+    flags = "--hybrid-layer-pattern G- --experimental-attention-variant gated_delta_net --linear-attention-freq 3"
+    parsed = parse_arguments([*RUN.split(), *flags.split()])
+    assert parsed.config.model.experimental_attention_variant is None
+    assert sum("changes nothing, since --hybrid-layer-pattern has all layers" in note for note in parsed.notes) == 2
 
 
 def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:

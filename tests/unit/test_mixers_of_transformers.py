@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.recurrent_layers import kimi_twin, tensors_of
 from megalite.model.batch import LayerContext
 from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
 from megalite.model.short_convolution import ConvolutionSizes, ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout, zigzag
 
@@ -26,9 +24,7 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
     initialize(layer, seed=1)
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
-    return {
-        piece.tensor.name.split(".", 1)[1]: piece.view(parameter.detach()) for parameter, piece in named_pieces(layer)
-    }
+    return tensors_of(layer)
 
 
 def assert_agree(layer: nn.Module, twin: nn.Module) -> None:
@@ -64,36 +60,8 @@ def test_short_convolution(bias: bool) -> None:
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 def test_kimi_delta_attention(bound: float | None) -> None:
-    """With the bound, decays are those of GLM-5.3."""
-    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
-    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearConfig, KimiLinearDeltaAttention
-
-    heads, width = 3, 8
-    layer = KimiDelta(ParallelContext(ParallelMesh()), "layer", KimiDeltaSizes(HIDDEN, heads, width, bound=bound))
+    """Decays under the bound are those of GLM-5.3."""
+    sizes = KimiDeltaSizes(HIDDEN, heads=3, width=8, bound=bound)
+    layer = KimiDelta(ParallelContext(ParallelMesh()), "layer", sizes)
     weights = weights_of(layer)
-    config: Any = KimiLinearConfig(
-        hidden_size=HIDDEN, num_hidden_layers=1, linear_num_heads=heads, linear_head_dim=width, rms_norm_eps=1e-5
-    )
-    twin = KimiLinearDeltaAttention(config, 0)
-    if bound is not None:
-        config.linear_lower_bound = bound
-        twin.forget_gate = Glm5NextTextForgetGate(config)
-    flat = {name: value.flatten(0, -2) if value.dim() > 1 else value for name, value in weights.items()}
-    parts = {
-        f"{theirs}_proj.weight": flat[ours]
-        for theirs, ours in (
-            ("q", "query"),
-            ("k", "key"),
-            ("v", "value"),
-            ("b", "beta"),
-            ("g_a", "gate_a"),
-            ("g_b", "gate_b"),
-        )
-    }
-    parts |= {f"forget_gate.f_{part}_proj.weight": flat[f"decay_{part}"] for part in "ab"}
-    parts["forget_gate.dt_bias"] = weights["dt_bias"].flatten()
-    parts["forget_gate.A_log"] = weights["A_log"].view(twin.forget_gate.A_log.shape)
-    parts["conv1d.weight"] = torch.cat([flat[f"conv_{part}"] for part in ("query", "key", "value")]).unsqueeze(1)
-    parts |= {"o_norm.weight": weights["norm.weight"], "o_proj.weight": weights["output"].flatten(1)}
-    twin.load_state_dict(parts)
-    assert_agree(layer, twin)
+    assert_agree(layer, kimi_twin(weights, bound))

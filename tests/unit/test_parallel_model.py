@@ -45,6 +45,8 @@ LLAMA = replace(
 )  # fmt: skip
 WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
 """Number of tokens that a token sees in each layer, by the two flags."""
+UNROTATED = {None: (), "2": (1,), "[1,0]": (0,)}
+"""Layers without rotary positions, by the flag."""
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
@@ -108,6 +110,18 @@ CONFIGS = {
     "llama, no positions in windows": replace(
         LLAMA, window_size="3,0", window_rotary_base=500.0, no_rope_freq="[1,0]", position_embedding_type="rope"
     ),
+    "llama, quick geglu": replace(LLAMA, swiglu=False, quick_geglu=True, add_bias_linear=True),
+    "gpt-oss's activation": replace(
+        LLAMA, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5
+    ),
+    "llama, clamped": replace(LLAMA, activation_func_clamp_value=0.5),
+    "gpt2, geglu with an offset": replace(GPT2, geglu=True, glu_linear_offset=0.25),
+    "llama, norms over all heads": replace(
+        LLAMA, qk_layernorm=True, qk_layernorm_over_heads=True, group_query_attention=True, num_query_groups=2
+    ),
+    "gpt2, sinks": replace(GPT2, softmax_type="learnable"),
+    "gpt2, off by one": replace(GPT2, softmax_type="off-by-one"),
+    "gemma, sinks": replace(GEMMA, softmax_type="learnable"),
     "gpt2, gated output": replace(GPT2, attention_output_gate=True),
     "llama, groups and a gated output": replace(
         LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True, attention_output_gate=True
@@ -157,6 +171,8 @@ def weights(made: GPT) -> dict[str, Tensor]:
 
 
 def activation(config: ModelConfig) -> str:
+    if config.quick_geglu:
+        return "quick_geglu"
     if config.geglu:
         return "exact_geglu" if config.exact_gelu else "geglu"
     return next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu")
@@ -168,7 +184,10 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
-        unrotated=tuple(place for place, layer in enumerate(config.layers) if not layer.rotary),
+        glu_offset=config.glu_linear_offset,
+        glu_limit=config.activation_func_clamp_value or math.inf,
+        off_by_one=config.softmax_type == "off-by-one",
+        unrotated=UNROTATED[config.no_rope_freq],
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),

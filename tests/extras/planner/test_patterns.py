@@ -31,6 +31,7 @@ FLAGS = """--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --se
 --attention-dropout 0"""
 MAMBA = "--mamba-state-dim 64 --mamba-num-groups 4"
 DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 64 --linear-value-head-dim 64"
+KIMI = "--kda-num-heads 8 --kda-head-dim 64"
 EXPERTS = "--num-experts 8 --moe-router-topk 2"
 
 
@@ -47,6 +48,7 @@ CELLS = {
     "pp": f"--hybrid-layer-pattern M-|*-|MM|- {MAMBA} --pp 4 --overlap-grad-reduce",
     "ep": f"--hybrid-layer-pattern GEG*E {DELTA} {EXPERTS} --ep 4 --tp 2 --sequence-parallel",
     "cp": f"--hybrid-layer-pattern M-G-|*- {MAMBA} {DELTA} --pp 2 --cp 2 --recompute-activations",
+    "further": f"--hybrid-layer-pattern KL*-K- {KIMI} --tp 2 --cp 2 --sequence-parallel --use-distributed-optimizer",
     "windows": "--hybrid-layer-pattern *-*|*-- --pp 2 --window-size 99,0 --window-attn-skip-freq [1,0,0,0,0,0]",
     "zero": f"--hybrid-layer-pattern M*-M {MAMBA} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --data-parallel-sharding-strategy optim_grads --untie-embeddings-and-output-weights",
@@ -98,6 +100,7 @@ def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
     "flags",
     [
         pytest.param(f"--hybrid-layer-pattern MG*- {MAMBA} {DELTA}", id="dense"),
+        pytest.param(f"--hybrid-layer-pattern KL*- {KIMI}", id="further"),
         pytest.param(f"--hybrid-layer-pattern ME*- {MAMBA} {EXPERTS}", id="experts"),
     ],
 )
