@@ -105,6 +105,13 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
     assert_as_expected(cell, result)
 
 
+@pytest.mark.parametrize("pattern", wide_except(["MG", "KL"], []))
+def test_matrices_of_layers_are_those_of_muon(pattern: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1, "pattern": pattern, "dp": 2, "zero": 1, **SP}, optimizer="muon", steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
 @pytest.mark.parametrize("name", wide_except(LOADS, ["tp2 to pp2"]))
 def test_a_checkpoint_goes_on_under_another_layout(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
     saving, loading = (make_cell({"cp": 1} | row, optimizer="adam", samples=4) for row in LOADS[name])
