@@ -24,7 +24,7 @@ from megalite.config.layer_patterns import (
     layers_with_experts,
     layers_without_rotation,
 )
-from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_specs import PATTERN_FLAG, FeedForward, LayerSpec, Mixer, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -321,6 +321,14 @@ class ModelConfig:
         if (pattern := self.hybrid_layer_pattern) is None:
             return f"--num-layers {self.num_layers}"
         return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[Mixer | FeedForward]:
+        """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+        try:
+            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+        except ConfigurationError:
+            return frozenset()
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:

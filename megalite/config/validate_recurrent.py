@@ -53,7 +53,7 @@ def _mamba(model: ModelConfig) -> Iterator[str]:
 
 def uneven_recurrent_widths(model: ModelConfig, ranks: int) -> Iterator[str]:
     """Yield a line for each kind of recurrent layer whose heads so many tensor-parallel ranks cannot share."""
-    kinds, flag = {layer.mixer for layer in model.layers}, f"--tensor-model-parallel-size {ranks}"
+    kinds, flag = model.kinds, f"--tensor-model-parallel-size {ranks}"
     sizes = []
     if "mamba" in kinds:
         sizes.append(("Mamba-2 heads", model.mamba_heads, "--mamba-num-groups", model.mamba_num_groups))

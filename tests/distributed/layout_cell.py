@@ -149,6 +149,7 @@ class Cell:
     dp: int = 1
     cp: int = 1
     way: str = "p2p"  # of attention over the context-parallel ranks
+    chains: bool = False  # recurrent layers pass states on
     chunks: int | None = None  # of a sample per context-parallel rank, dealt by the work of documents
     ep: int = 1
     etp: int = 1
