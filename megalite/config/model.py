@@ -276,6 +276,12 @@ class ModelConfig:
     layer, like ([1]*3+[0])*4."""
     apply_wd_to_qk_layernorm: bool = False
     """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiply word embeddings by this (Granite)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divide the output logits by this (Granite)."""
 
     @property
     def rotary(self) -> bool:
