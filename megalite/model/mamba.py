@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
-from megalite.model.recurrent import (
+from megalite.model.recurrent import RecurrentCore, Run
+from megalite.model.recurrent_weights import (
     LogOfUniform,
-    RecurrentCore,
-    Run,
     StepBias,
     SumOverSharers,
     of_heads,

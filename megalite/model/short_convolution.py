@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megalite.model.batch import LayerContext
-from megalite.model.recurrent import Convolution, by_heads, taps_of
+from megalite.model.recurrent import Convolution
+from megalite.model.recurrent_weights import by_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
