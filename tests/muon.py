@@ -41,7 +41,7 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
         return tensor.flatten(1, 2).unsqueeze(0)
     if kind == "gate_up":
         return tensor.flatten(0, -3)
-    if kind in ("up", "down", "router"):
+    if kind in ("up", "down", "router", "latent_down", "latent_up"):
         return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
     return None
 

@@ -15,7 +15,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py. Rotary positions: rotary_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -34,12 +34,15 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
+from tests.mixers_oracle import Mixers
 from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Routing:
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -74,7 +78,10 @@ class Oracle(Rotary):
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward; None: both halves in each
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
+    mixers: Mixers = field(default_factory=Mixers)
 
     def logits(
         self,
@@ -98,9 +105,13 @@ class Oracle(Rotary):
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         hidden = dropout.embedding(hidden)
-        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        layers = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("layers.")), default=-1)
         halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
         for place, (layer, window) in enumerate(zip(halves, self.windows or [None] * len(halves), strict=True)):
+            if self.pattern is not None and (letter := self.pattern[place]) in RECURRENT:
+                number = self.pattern[:place].count(letter)
+                hidden = self.recurrent(weights, letter, number, hidden, document_ids, dropout)
+                continue
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
@@ -146,6 +157,17 @@ class Oracle(Rotary):
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
             hidden = hidden + dropout.transformed(number, transformed)
         return hidden
+
+    def recurrent(
+        self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
+    ) -> Tensor:
+        """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
+        layer, kind = f"layers.{number}.", RECURRENT[letter]
+        normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
+        mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
+        if f"{layer}{kind}_output_norm.weight" in weights:
+            mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
+        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimensions, as many as the weight has."""
@@ -203,7 +225,9 @@ class Oracle(Rotary):
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        inputs = Inputs(
+            routing.biases.get(name), routing.padding, routing.replayed.get(name), routing.offsets.get(name)
+        )
         output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output
@@ -224,9 +248,12 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and the rest together."""
-    counts = [pattern[:place].count("*") for place in range(len(pattern))]
-    return [(n, None) if pattern[place] == "*" else (None, place - n) for place, n in enumerate(counts)]
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
+    before = [pattern[:place] for place in range(len(pattern))]
+    return [
+        (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)
+        for letter, text in zip(pattern, before, strict=True)
+    ]
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

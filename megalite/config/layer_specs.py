@@ -8,16 +8,18 @@ of a GPT is both. To add a letter, give it a `LayerSpec` in `LETTERS`, its costs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-Mixer = Literal["attention"]
+Mixer = str
+"""Kind of mixer: attention, mamba, gated_delta, kimi_delta, short_convolution, or one that a program has added."""
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
+MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
 
 
@@ -44,25 +46,62 @@ class LayerSpec:
         return tuple(kind for kind in (self.mixer, self.feed_forward) if kind is not None)
 
 
-LETTERS: Mapping[str, LayerSpec] = {
+LETTERS: dict[str, LayerSpec] = {
+    MAMBA_LETTER: LayerSpec("mamba", None),
+    DELTA_LETTER: LayerSpec("gated_delta", None),
+    KIMI_LETTER: LayerSpec("kimi_delta", None),
+    CONVOLUTION_LETTER: LayerSpec("short_convolution", None),
     ATTENTION_LETTER: LayerSpec("attention", None),
     "-": LayerSpec(None, "dense"),
     EXPERTS_LETTER: LayerSpec(None, "moe"),
 }
+"""Letters of a pattern; `megalite/library/layer_kinds.py` adds those of a program."""
+_WORDS = {
+    MAMBA_LETTER: "Mamba-2",
+    DELTA_LETTER: "gated delta net",
+    KIMI_LETTER: "Kimi delta attention",
+    CONVOLUTION_LETTER: "short convolution",
+    "-": "dense feed-forward",
+    EXPERTS_LETTER: "experts",
+}
 _LATER = {
-    "M": "a Mamba-2 layer",
-    "G": "a gated delta net",
-    "K": "Kimi delta attention",
-    "L": "a short convolution",
     "+": "multi-head latent attention",
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
 }
 
 
+def is_free(letter: str) -> bool:
+    """Tell whether a program may give a letter a meaning: one that Megatron-LM's language and this one leave free."""
+    return len(letter) == 1 and letter.isascii() and letter.isalpha() and letter not in {*LETTERS, *_LATER}
+
+
 def count_of_pattern(pattern: str) -> int:
     """Return the number of letters of a pattern, known or not."""
     return len(pattern) - pattern.count(NEXT_STAGE)
+
+
+def specs_of_letters(pattern: str) -> list[LayerSpec]:
+    """Return the description of each letter of a pattern, which may be divided into stages.
+
+    Raises:
+        ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
+    """
+    specs = []
+    for place, letter in enumerate(pattern, start=1):
+        if letter == NEXT_STAGE:
+            continue
+        if letter not in LETTERS:
+            words = (f"{known} {_WORDS.get(known, spec.mixer)}" for known, spec in LETTERS.items())
+            what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
+            raise ConfigurationError(
+                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are "
+                f"{', '.join(words)}, {NEXT_STAGE} next stage"
+            )
+        specs.append(LETTERS[letter])
+    if not specs:
+        raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    return specs
 
 
 def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequence[bool]) -> tuple[LayerSpec, ...]:
@@ -71,22 +110,10 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequen
     `windows` and `rotary`: `keys_before` and `rotary` of each one, if it is attention.
 
     Raises:
-        ConfigurationError: the pattern has no layer, a letter that is unknown or not supported, or another number of
-            layers than there are windows: that of --num-layers.
+        ConfigurationError: a letter has no layer, or there is another number of layers than of windows: that of
+            --num-layers.
     """
-    specs = []
-    for place, letter in enumerate(pattern, start=1):
-        if letter == NEXT_STAGE:
-            continue
-        if letter not in LETTERS:
-            known = "* attention, - dense feed-forward, E experts, | next stage"
-            what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
-            raise ConfigurationError(
-                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are {known}"
-            )
-        specs.append(LETTERS[letter])
-    if not specs:
-        raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+    specs = specs_of_letters(pattern)
     if len(specs) != len(windows):
         raise ConfigurationError(
             f"{PATTERN_FLAG} {shown(pattern)} has {len(specs)} layers, but --num-layers is {len(windows)}: leave "
@@ -96,13 +123,6 @@ def specs_of_pattern(pattern: str, windows: Sequence[int | None], rotary: Sequen
         replace(spec, keys_before=before, rotary=rotated) if spec.mixer == "attention" else spec
         for spec, before, rotated in zip(specs, windows, rotary, strict=True)
     )
-
-
-def stages_of_pattern(pattern: str | None) -> list[int] | None:
-    """Return the number of layers of each stage of a pattern; None if it does not divide them by |."""
-    if pattern is None or NEXT_STAGE not in pattern:
-        return None
-    return [len(stage) for stage in pattern.split(NEXT_STAGE)]
 
 
 def pattern_of(layers: Sequence[LayerSpec]) -> str:

@@ -30,11 +30,14 @@ from megalite.config.validate_model import (
     idle_positions,
     network_problems,
     relation_problems,
+    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
@@ -44,6 +47,9 @@ _IDLE_WITH_ONE_RANK = {
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
+_OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
+    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
+    rope_scaling_*"""
 
 
 def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
@@ -93,10 +99,20 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for axis, names in _IDLE_WITH_ONE_RANK.items():
         if getattr(config.parallel, axis) == 1:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
+    if (pattern := config.model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
+        yield "model", _OF_ATTENTION, f", since {PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    if not config.model.qk_layernorm:
+        yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
+    if config.model.hybrid_layer_pattern is not None:
+        yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
-        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
+        yield (
+            "model",
+            "moe_router_pre_softmax",
+            f", since --moe-router-score-function is {config.model.moe_router_score_function}",
+        )
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
@@ -382,19 +398,22 @@ def _experts(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
-        yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
-        yield from needs(config.checkpoint, "moe_use_upcycling", "--num-experts")
-        yield from needs(config.training, "moe_record_routing moe_replay_routing", "--num-experts")
+        needed = what_has_experts(model)
+        yield from needs(parallel, "expert_model_parallel_size", needed)
+        yield from needs(config.checkpoint, "moe_use_upcycling", needed)
+        yield from needs(config.training, "moe_record_routing moe_replay_routing", needed)
         return
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn"):
+            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
+    if model.moe_latent_size is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
         if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`
@@ -448,10 +467,8 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
-        yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
+    if (pattern := model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
+        yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
@@ -460,6 +477,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    yield from uneven_recurrent_widths(model, tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:
@@ -483,7 +501,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         if method is None or number is None:
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
         elif number > layers:
-            yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
+            yield f"--recompute-num-layers {number} is more than {config.model.depth}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.recompute_granularity != "selective":

@@ -11,11 +11,13 @@ from megalite.config.fields import flag_of, needs, range_problems
 from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
+from megalite.config.validate_recurrent import recurrent_problems, uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 MAX_BYTES = 2**44
 """Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
+_WITHOUT_LOSS = {"none", "sinkhorn", "quantile_balancing"}
 LEAST_ITEM_BYTES = 2
 """Smallest size of a weight or an activation in bytes."""
 
@@ -59,6 +61,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
         _ = model.layers
     except ConfigurationError as error:
         yield str(error)
+    yield from recurrent_problems(model)
     yield from _rotary(model)
 
 
@@ -159,18 +162,19 @@ def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     if model.num_experts is not None:
         widths |= {"expert width": model.expert_ffn_size}
         widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
-    return [
+    uneven = [
         f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
         for what, width in widths.items()
         if ranks < 1 or width % ranks
     ]
+    return uneven if ranks < 1 else [*uneven, *uneven_recurrent_widths(model, ranks)]
 
 
 def expert_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a line for each relation between the options of experts that does not hold."""
     experts, topk = model.num_experts, model.moe_router_topk
     if experts is None:
-        yield from needs(model, "moe_*", "--num-experts")
+        yield from needs(model, "moe_*", what_has_experts(model))
         return
     if topk > experts:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
@@ -179,18 +183,20 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield from _sinkhorn(model)
     elif topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
+    yield from _quantiles(model, experts)
     yield from _expert_groups(model, experts)
     if model.moe_router_enable_expert_bias and softmax:
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
     if not model.moe_router_enable_expert_bias:
         yield from needs(model, "moe_router_bias_update_rate", "--moe-router-enable-expert-bias")
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) != len(weights):
         has = f"{len(weights)} number{'s' if len(weights) > 1 else ''}"
         yield f"--moe-aux-loss-coeff has {has} for {len(kinds)} of --moe-router-load-balancing-type"
-    elif len(set(kinds)) < len(kinds) or ({"none", "sinkhorn"} & set(kinds) and len(kinds) > 1):
-        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and none or sinkhorn alone"
-    elif kinds in (("none",), ("sinkhorn",)) and any(weights):
+    elif len(set(kinds)) < len(kinds) or (_WITHOUT_LOSS & set(kinds) and len(kinds) > 1):
+        alone = "none, sinkhorn or quantile_balancing alone"
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and {alone}"
+    elif _WITHOUT_LOSS & set(kinds) and any(weights):
         yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than {kinds[0]}"
     if model.moe_expert_capacity_factor is None:
         names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"
@@ -200,10 +206,17 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, names, "--moe-shared-expert-intermediate-size")
 
 
+def what_has_experts(model: ModelConfig) -> str:
+    """Return what a network without experts lacks, for messages about their flags."""
+    pattern = model.hybrid_layer_pattern
+    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern
+    return f"a layer with experts ({EXPERTS_LETTER}) in {PATTERN_FLAG}" if lacks_letter else "--num-experts"
+
+
 def has_idle_softmax(model: ModelConfig) -> bool:
-    """Tell whether --moe-router-pre-softmax changes nothing: sigmoid scores, which Megatron-LM takes it with, too."""
-    by_sigmoid = model.moe_router_score_function == "sigmoid" and model.num_experts is not None
-    return by_sigmoid and "sinkhorn" not in model.moe_router_load_balancing_type
+    """Tell whether --moe-router-pre-softmax changes nothing: separate scores, which Megatron-LM takes it with, too."""
+    separate = model.moe_router_score_function != "softmax" and model.num_experts is not None
+    return separate and "sinkhorn" not in model.moe_router_load_balancing_type
 
 
 def with_router_weights(model: ModelConfig) -> ModelConfig:
@@ -226,6 +239,18 @@ def _sinkhorn(model: ModelConfig) -> Iterator[str]:
         yield f"{sinkhorn} with --moe-router-topk {topk} needs {score}, and no other score"
     names = "moe_router_enable_expert_bias moe_router_num_groups moe_router_topk_scaling_factor"
     yield from needs(model, names, "another --moe-router-load-balancing-type than sinkhorn")
+
+
+def _quantiles(model: ModelConfig, experts: int) -> Iterator[str]:
+    """Yield what is wrong with offsets by quantiles."""
+    quantiles = "--moe-router-load-balancing-type quantile_balancing"
+    if not model.balances_by_quantiles:
+        yield from needs(model, "moe_router_quantile_balancing_ema", quantiles)
+        return
+    if model.moe_router_topk == experts:
+        yield f"{quantiles} needs --num-experts above --moe-router-topk {experts}"
+    names = "moe_router_enable_expert_bias moe_router_num_groups"
+    yield from needs(model, names, "another --moe-router-load-balancing-type than quantile_balancing")
 
 
 def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,6 +32,11 @@ class StageCache:
         self.slots = slots
         self.positions = torch.empty(0, 0, dtype=torch.int64)
         """Positions [batch, sequence] of the tokens of this pass."""
+        self.ends: Tensor | None = None
+        """[batch] index after the last token that each sequence has; None: all tokens of a pass are such."""
+        self.real: Tensor | None = None
+        """[batch, sequence] bool, false for the tokens of this pass that only fill up a sequence. None: there are none.
+        A state of fixed size must leave them out; keys and values have slots for them."""
         self._layers: dict[Hashable, LayerCache] = {}
         self._first, self.end = 0, 0
 
@@ -44,6 +50,9 @@ class StageCache:
         """
         first, last = torch.stack(positions.aminmax()).tolist()
         self.positions, self._first, self.end = positions, first, last + 1
+        again = F.pad(positions[:, 1:] == positions[:, :-1], (1, 0))
+        filling = again if self.ends is None else again | (positions >= self.ends.unsqueeze(1))
+        self.real = ~filling if filling.any() else None
         if self.end > self.slots:
             raise ValueError(f"a token at position {self.end - 1} has no place among {self.slots} slots")
 
@@ -68,6 +77,8 @@ class StageCache:
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these sequences of the batch."""
+        if self.ends is not None:
+            self.ends = self.ends[rows]
         for layer in self._layers.values():
             layer.keep(rows)
 

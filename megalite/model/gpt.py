@@ -217,6 +217,7 @@ class GPT(StageModule):
             padding=own_rows(micro_batch.padding),
             replayed=own_rows(micro_batch.replayed),
             choices=micro_batch.choices,
+            first_keys=micro_batch.first_keys,
         )
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask | SampleMask:

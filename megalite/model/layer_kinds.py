@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -17,11 +17,15 @@ from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
+from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
+from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
+from megalite.model.mamba import Mamba, MambaSizes
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.model.router import Router
+from megalite.model.short_convolution import ConvolutionSizes, ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.stage import LossTerm, TermSums
 
@@ -93,16 +97,89 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         softmax_type=config.softmax_type,
     )
     over_heads = config.qk_layernorm_over_heads
+    decays = config.apply_wd_to_qk_layernorm
+    norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
         f"layers.{number}.attention",
         sizes,
-        norm=make_norm(config) if config.qk_layernorm and not over_heads else None,
+        norm=None if over_heads else norm,
         norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
     )
+
+
+def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> Mamba:
+    sizes = MambaSizes(
+        hidden=config.hidden_size,
+        heads=config.mamba_heads,
+        groups=config.mamba_num_groups,
+        width=config.mamba_head_dim,
+        state=config.mamba_state_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        taps=config.mamba_conv_kernel_dim,
+        limits=(config.mamba_dt_min, config.mamba_dt_max),
+        chunk=config.mamba_chunk_size,
+    )
+    recomputed = recompute is not None and recompute.attention
+    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes, recompute=recomputed)
+
+
+def make_gated_delta(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> GatedDelta:
+    """Make the gated delta net of a layer from the network's configuration."""
+    sizes = GatedDeltaSizes(
+        hidden=config.hidden_size,
+        key_heads=config.linear_num_key_heads,
+        heads=config.linear_num_value_heads,
+        key_width=config.linear_key_head_dim,
+        value_width=config.linear_value_head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        epsilon=config.norm_epsilon,
+        taps=config.linear_conv_kernel_dim,
+        strength=2.0 if config.linear_allow_neg_eigval else 1.0,
+        chunk=config.linear_chunk_size,
+    )
+    recomputed = recompute is not None and recompute.attention
+    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes, recompute=recomputed)
+
+
+def make_kimi_delta(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> KimiDelta:
+    """Make the Kimi delta attention of a layer from the network's configuration."""
+    sizes = KimiDeltaSizes(
+        hidden=config.hidden_size,
+        heads=config.kda_num_heads,
+        width=config.kda_head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        epsilon=config.norm_epsilon,
+        taps=config.kda_conv_kernel_dim,
+        bound=config.kda_lower_bound,
+        chunk=config.kda_chunk_size,
+    )
+    recomputed = recompute is not None and recompute.attention
+    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes, recompute=recomputed)
+
+
+def make_short_convolution(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
+) -> ShortConvolution:
+    """Make the short convolution of a layer from the network's configuration."""
+    sizes = ConvolutionSizes(
+        hidden=config.hidden_size,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        taps=config.short_conv_kernel_dim,
+        bias=config.short_conv_bias,
+    )
+    return ShortConvolution(context, f"layers.{config.numbers[layer][0]}.short_convolution", sizes)
 
 
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
@@ -127,6 +204,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
         shared_gate=config.moe_shared_expert_gate and shared is not None,
+        latent=config.moe_latent_size,
         overlaps_shared_experts=config.moe_shared_expert_overlap,
         dispatcher=config.moe_token_dispatcher_type,
         padded=config.moe_pad_expert_input_to_capacity,
@@ -139,8 +217,17 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
     return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
 
-LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
+def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]) -> LayerKind:
+    """Return a kind of mixer that is no half of a GPT's block. `name`: its name in `LayerSpec`."""
+    return LayerKind(make, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
+
+
+LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "mamba": mixer_kind("mamba", make_mamba),
+    "gated_delta": mixer_kind("gated_delta", make_gated_delta),
+    "kimi_delta": mixer_kind("kimi_delta", make_kimi_delta),
+    "short_convolution": mixer_kind("short_convolution", make_short_convolution),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

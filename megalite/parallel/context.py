@@ -112,4 +112,6 @@ class ParallelContext:
 
     def parameter(self, sharding: Sharding) -> Parameter:
         """Create a parameter on this rank's device. Its values are not set yet."""
-        return Parameter(sharding, self.dtype, self.mesh.device)
+        wide = any(piece.tensor.fp32 for piece in sharding.pieces)
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
+        return Parameter(sharding, dtype, self.mesh.device)

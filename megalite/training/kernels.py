@@ -28,6 +28,7 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
 from megalite.model.heads_norm import HeadsNorm
 from megalite.model.moe import MoE
+from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
@@ -39,6 +40,9 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
     (ContextParallelCore, "__call__"),
+    (RecurrentCore, "run"),  # loops over the chunks of a sample, and messages
+    (Convolution, "begin"),
+    (Convolution, "convolve"),
     (HeadsNorm, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -338,3 +339,21 @@ def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
     assert f"{back / 'release'}: from megalite" in written.stdout, written
     files = [folder / "release" / "__0_0.distcp" for folder in (theirs, back)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_latent_experts_and_offsets_of_quantiles_go_there_and_back(tmp_path: Path) -> None:
+    """The wheel's Megatron-LM has neither; the names are those of its newer versions."""
+    model = replace(
+        EXPERTS["mixtral"], moe_latent_size=6, moe_router_score_function="sqrtsoftplus", moe_router_topk=3,
+        moe_router_load_balancing_type=("quantile_balancing",),
+    )  # fmt: skip
+    opened = random_model(model)
+    write(opened, tmp_path)
+    again = open_megatron(tmp_path)
+    assert function_of(again.config) == function_of(model)
+    found = read(again)
+    for name, values in read(opened).items():
+        assert torch.equal(found[name], values), name
+    (folder,) = (path.parent for path in tmp_path.glob("*/.metadata"))
+    names = {name.partition(".mlp.")[2] for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
+    assert {"router.qb_beta", "fc1_latent_proj.weight", "fc2_latent_proj.weight"} <= names

@@ -54,7 +54,6 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("moe_latent_size", 8),
         ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
         ("mtp_num_layers", 1),
@@ -180,8 +179,8 @@ def test_experts_that_megatron_has_not_are_refused(changes: dict[str, Any], word
             "--moe-router-topk-scaling-factor needs another --moe-router-load-balancing-type than sinkhorn",
         ),
         ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "--moe-router-load-balancing-type"),
-        ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function 'sqrtsoftplus'"),
-        ({"moe_layer_freq": [1, 0, 1]}, r"--moe-layer-freq .* is for 3 layers, but --num-layers is 2"),
+        ({"moe_layer_freq": [1, 0, 1]}, r"--moe-layer-freq .* is for 3 layers, and the network has 2"),
+        ({"moe_router_score_function": "relu"}, "--moe-router-score-function 'relu'"),
         ({"moe_layer_freq": {"a": 1}}, "--moe-layer-freq"),
         ({"num_experts": -4}, "--num-experts"),
         ({"moe_router_topk": 5}, "--moe-router-topk 5 is more than --num-experts 4"),
