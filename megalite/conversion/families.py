@@ -438,5 +438,6 @@ FAMILIES = (
 LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
+    "olmo_hybrid": "layers with norms behind attention and the feed-forward layer alone",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

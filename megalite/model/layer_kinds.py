@@ -112,6 +112,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
 
 
 def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> Mamba:
+    """Make the Mamba-2 layer from the network's configuration."""
     sizes = MambaSizes(
         hidden=config.hidden_size,
         heads=config.mamba_heads,

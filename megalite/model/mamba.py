@@ -34,7 +34,7 @@ from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Normal
 from megalite_kernels.norm import norm
 
 NORM_EPSILON = 1e-5
-"""That of the output's norm, whatever the other norms have."""
+"""Epsilon of the norm of the output, whatever the other norms have."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ _GRANITE = {
     "mamba_n_groups": 2,
     "rms_norm_eps": 1e-5,
     "attention_multiplier": 0.25,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
 }
 _DELTA = {
     "linear_num_key_heads": 2,

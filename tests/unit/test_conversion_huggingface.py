@@ -470,6 +470,11 @@ SAID = {
     "qwen2-moe": {"moe_router_pre_softmax": False},
     "olmoe": {"moe_router_pre_softmax": False},
     "minimax-m2": {"rotary_percent": 1.0, "moe_router_topk": 3},
+    "granite": {"embedding_multiplier": 9.0, "residual_multiplier": 0.3, "query_pre_attn_scalar": 8.0},
+    "granite-dense": {"logits_scaling": 4.0, "position_embedding_type": "rope"},
+    "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
+    "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
+    "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
     "gpt-oss": {
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 0.0,
