@@ -38,6 +38,7 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _mamba(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with the sizes of Mamba-2 layers."""
     heads, width, groups = model.mamba_heads, model.mamba_head_dim, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % width:
         yield (

@@ -134,6 +134,12 @@ def test_other_patterns_are_refused(changed: dict[str, Any], problem: str) -> No
     assert problem in str(raised.value)
 
 
+@pytest.mark.parametrize("letters", ["K*-", "*-L"])
+def test_letters_of_megalites_own_are_not_written(letters: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--hybrid-layer-pattern with [KL]: such layers are not converted"):
+        write(random_model(pattern(letters)), tmp_path)
+
+
 def test_what_megatron_has_no_argument_for_is_not_written() -> None:
     for option in ({"mamba_dt_min": 0.001}, {"mamba_conv_kernel_dim": 3}, {"linear_allow_neg_eigval": True}):
         with pytest.raises(CheckpointError, match=r"Megatron-LM has no such network:\n  --"):

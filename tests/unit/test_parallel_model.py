@@ -376,6 +376,13 @@ def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
     assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key, batch.layout.runs), words * scale)
 
 
+def test_branches_of_parts_of_the_sequence_are_multiplied() -> None:
+    config = CONFIGS["gpt2, multipliers"]
+    whole, in_parts = network(config), network(config, recompute=Recompute(mlp_parts=3))
+    batch = micro_batch(documents=False)
+    torch.testing.assert_close(loss_of(in_parts, batch), loss_of(whole, batch), rtol=1e-12, atol=0)
+
+
 def test_recompute_spans() -> None:
     assert Recompute().spans(5) == [(0, 5, False)]
     assert Recompute(attention=True).spans(5) == [(0, 5, False)]

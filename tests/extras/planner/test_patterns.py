@@ -58,7 +58,7 @@ CELLS = {
 @pytest.mark.wide_except("tp", "pp")
 @pytest.mark.parametrize("cell", CELLS)
 def test_memory_is_that_of_a_dry_run(cell: str) -> None:
-    """As in test_memory.py. Parts of a layer are recorded beside another of its kind, whatever stands before it."""
+    """See test_memory.py. Parts of a layer are recorded beside another of its kind, whatever stands before it."""
     config = run(CELLS[cell])
     found = Planner(config, GPU, RANKS)
     plan = found.plan(found.config)
@@ -117,7 +117,7 @@ def test_bounds_are_below_what_they_bound(flags: str) -> None:
 
 
 def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
-    """Of 8 letters on 2 stages, the first 4 are cheap and the last 4 dear: equal numbers would not be balanced."""
+    """Four cheap letters and four dear ones on two stages: equal numbers would not be balanced."""
     flags = f"--hybrid-layer-pattern=----GGGG {DELTA} --pp 2 --pipeline-model-parallel-layout auto"
     config, notes = with_stages(run(flags), 2)
     layout = config.parallel.pipeline_model_parallel_layout
@@ -138,7 +138,7 @@ def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
 
 
 def test_the_flags_of_a_plan_have_its_stages(tmp_path: Path) -> None:
-    """Those of a pattern become letters of another flag, which a search may set, also in place of those of a file."""
+    """Stages of a pattern become letters of another flag, which a search may set, also in place of those of a file."""
     file = tmp_path / "run.yaml"
     file.write_text("model: {hybrid_layer_pattern: '--|M-M-'}\n")
     for given in (["--hybrid-layer-pattern=--|M-M-"], ["--config", str(file)]):
