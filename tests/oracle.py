@@ -73,6 +73,8 @@ class Oracle(Rotary):
     unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each layer adds
+    logit_divisor: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
     score_cap: float = math.inf
     logit_cap: float = math.inf
@@ -120,7 +122,8 @@ class Oracle(Rotary):
                 model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
-        return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
+        logits = F.linear(hidden, weights.get("output", weights["embedding.word"])) / self.logit_divisor
+        return capped(logits, self.logit_cap)
 
     def in_windows(self, rotary_base: float) -> Oracle:
         """Return the oracle for layers with a window, if these have another rotary base."""
@@ -145,7 +148,7 @@ class Oracle(Rotary):
             attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
             if layer + "attention_output_norm.weight" in weights:
                 attended = self.norm(weights, layer + "attention_output_norm", attended)
-            hidden = hidden + dropout.attended(number, attended)
+            hidden = hidden + self.residual_scale * dropout.attended(number, attended)
         if (number := halves[1]) is not None:
             layer = f"layers.{number}."
             normed = self.norm(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
@@ -155,7 +158,7 @@ class Oracle(Rotary):
                 transformed = self.mlp(weights, layer + "mlp.", normed)
             if layer + "mlp_output_norm.weight" in weights:
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
-            hidden = hidden + dropout.transformed(number, transformed)
+            hidden = hidden + self.residual_scale * dropout.transformed(number, transformed)
         return hidden
 
     def recurrent(
@@ -167,7 +170,8 @@ class Oracle(Rotary):
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
-        return hidden + dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
+        dropped = dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
+        return hidden + self.residual_scale * dropped
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimensions, as many as the weight has."""

@@ -105,7 +105,7 @@ def _activate(function: str, input: Tensor, bias: Tensor | None, *, gated: bool 
     if current().runs_triton("swiglu" if gated else "gelu", input, bias):
         from megalite_kernels.activation_kernels import Activation
 
-        output = Activation.apply(input, bias, function, gated)
+        output = Activation.apply(input, bias, function, gated, None, None)
         return output
     input = input if bias is None else input + bias
     output = _Gated.apply(input, function) if gated else _REFERENCES[function](input)
@@ -147,17 +147,25 @@ def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def quick_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute GeGLU of gate_up + bias with x * sigmoid(1.702 x): [..., 2 * ffn] and [2 * ffn] to [..., ffn]."""
-    return _limited(gate_up, bias, function="quick_gelu")
+    return _activate("quick_gelu", gate_up, bias, gated=True)
 
 
 def _limited(
-    gate_up: Tensor, bias: Tensor | None = None, *, function: str, offset: float = 0.0, limit: float = math.inf
+    gate_up: Tensor, bias: Tensor | None = None, *, function: str, offset: float, limit: float | None
 ) -> Tensor:
-    output: Tensor = _Limited.apply(gate_up if bias is None else gate_up + bias, function, offset, limit)
+    output: Tensor
+    if current().runs_triton("swiglu", gate_up, bias):
+        from megalite_kernels.activation_kernels import Activation
+
+        output = Activation.apply(gate_up, bias, function, True, limit, offset or None)
+        return output
+    whole = gate_up if bias is None else gate_up + bias
+    output = _Limited.apply(whole, function, offset, math.inf if limit is None else limit)
     return output
 
 
-FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, swiglu, geglu, exact_geglu, quick_geglu)}
+GATED = {each.__name__: each for each in (swiglu, geglu, exact_geglu, quick_geglu)}
+FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu)} | GATED
 """The activations by name."""
 
 
@@ -170,7 +178,7 @@ def activation(name: str, *, offset: float = 0.0, limit: float | None = None) ->
     """
     if offset == 0.0 and limit is None:
         return FUNCTIONS[name]
-    return partial(_limited, function=_GATES[name], offset=offset, limit=math.inf if limit is None else limit)
+    return partial(_limited, function=_GATES[name], offset=offset, limit=limit)
 
 
 class _SigmoidGated(torch.autograd.Function):

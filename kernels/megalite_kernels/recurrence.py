@@ -19,8 +19,9 @@ reverse, is that of the gradient of the state. Decays, steps and states are in f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,9 +29,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite_kernels.chunks import Segment
-from megalite_kernels.recurrence_segment import FromZero, advance, parts_of, retreat
+from megalite_kernels.recurrence_segment import FromZero, Part, advance, parts_of, retreat
 
-__all__ = ["Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+__all__ = ["Chain", "Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
 
 class Scan(Protocol):
@@ -41,6 +42,26 @@ class Scan(Protocol):
 
     def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
+
+
+Run = Callable[[Tensor], Tensor]
+"""Computation of a segment: from the state that enters it to the one that leaves it, or the same of gradients."""
+
+
+class Chain:
+    """Passing of states from segment to segment. Other ranks may have some of them."""
+
+    def run(self, runs: Sequence[Run], first: Tensor, *, backward: bool = False) -> Tensor:
+        """Compute own segments in turn, or in backward from the last one, and return what leaves the last of these.
+
+        `first`: what enters the first segment of the samples, or in backward the last one.
+        """
+        for run in reversed(runs) if backward else runs:
+            first = run(first)
+        return first
+
+
+_ALONE = Chain()
 
 
 class Found(NamedTuple):
@@ -76,6 +97,7 @@ def recurrence(
     segments: Sequence[Segment] | None = None,
     state: Tensor | None = None,
     scan: Scan | None = None,
+    chain: Chain = _ALONE,
     kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence over the tokens of all segments, one segment after another.
@@ -90,7 +112,9 @@ def recurrence(
         chunk: tokens in a chunk; with a decay of each row a power of two.
         segments: the tokens' places in the samples; None for the indices 0, 1, 2, ... of samples of one document.
         state: the state that enters the first segment, without a gradient; None for zeros. Not with a scan.
-        scan: what brings each segment the state that enters it; None: each continues the one before it.
+        scan: composition of the maps of all ranks' segments, none of which then waits for another; None: `chain` passes
+            states on.
+        chain: by default, each segment continues the one before it.
         kept: where the results are left, or taken from by another call with the same arguments.
 
     Returns:
@@ -98,7 +122,7 @@ def recurrence(
         [batch, heads, key width, value width], which has no gradient.
     """
     segments = [Segment(range(len(query)), None)] if segments is None else segments
-    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, kept)
+    output, last = _Recurrence.apply(query, key, value, decay, step, state, segments, chunk, delta, scan, chain, kept)
     return output, last
 
 
@@ -134,6 +158,7 @@ def _forward(
     chunk: int,
     delta: bool,
     scan: Scan | None,
+    chain: Chain,
 ) -> Found:
     """Compute the segments one after another, or with a scan all from zero before the first state enters."""
     _, key, value, _, _ = inputs
@@ -142,9 +167,13 @@ def _forward(
     last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
     outputs, of_maps = [], []
     if scan is None:
-        for part, own in zip(parts, states, strict=True):
-            output, last = part.run(own, last)
+
+        def run(part: Part, own: Tensor, entering: Tensor) -> Tensor:
+            output, leaving = part.run(own, entering)
             outputs.append(output)
+            return leaving
+
+        last = chain.run([partial(run, part, own) for part, own in zip(parts, states, strict=True)], last)
     else:
         runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
         maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
@@ -171,6 +200,7 @@ class _Recurrence(torch.autograd.Function):
         chunk: int,
         delta: bool,
         scan: Scan | None,
+        chain: Chain,
         kept: Kept | None,
     ) -> tuple[Tensor, Tensor]:
         """Run the recurrence, or take what is kept of it."""
@@ -178,11 +208,11 @@ class _Recurrence(torch.autograd.Function):
         if kept is not None and kept.found is not None:
             found = kept.take()
         else:
-            found = _forward(inputs, state, segments, chunk, delta, scan)
+            found = _forward(inputs, state, segments, chunk, delta, scan, chain)
             if kept is not None:
                 kept.found = found
         ctx.save_for_backward(*inputs, *found.saved)
-        ctx.segments, ctx.chunk, ctx.delta, ctx.scan = segments, chunk, delta, scan
+        ctx.segments, ctx.chunk, ctx.delta, ctx.scan, ctx.chain = segments, chunk, delta, scan, chain
         ctx.mark_non_differentiable(found.last)
         return found.output, found.last
 
@@ -199,17 +229,21 @@ class _Recurrence(torch.autograd.Function):
             part.chunks.pad(own)
             for part, own in zip(parts, grad_output.split([len(tokens) for tokens, _ in ctx.segments]), strict=True)
         ]
-        gradient, leaving = torch.zeros_like(states[0][0]), []
-        if ctx.scan is not None:
+        found: list[list[Tensor]] = [[]] * count
+
+        def back(number: int, leaving: Tensor) -> Tensor:
+            found[number], entering = parts[number].back(states[number], incoming[number], leaving)
+            return entering
+
+        if ctx.scan is None:
+            runs = [partial(back, number) for number in range(count)]
+            ctx.chain.run(runs, torch.zeros_like(states[0][0]), backward=True)
+        else:
             of_parts = zip(parts, reaches, incoming, strict=True)
             offsets = [part.reached(reach, own).unflatten(0, heads) for part, reach, own in of_parts]
-            maps = list(zip(matrices, offsets, strict=True))
-            leaving = [each.flatten(0, 1) for each in ctx.scan.leaving(maps, ctx.delta)]
-        found: list[list[Tensor]] = []
-        for i in reversed(range(count)):
-            grads, gradient = parts[i].back(states[i], incoming[i], leaving[i] if leaving else gradient)
-            found.insert(0, grads)
-        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 6
+            for number, each in enumerate(ctx.scan.leaving(list(zip(matrices, offsets, strict=True)), ctx.delta)):
+                back(number, each.flatten(0, 1))
+        return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 7
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

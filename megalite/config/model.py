@@ -24,7 +24,7 @@ from megalite.config.layer_patterns import (
     layers_with_experts,
     layers_without_rotation,
 )
-from megalite.config.layer_specs import PATTERN_FLAG, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_specs import PATTERN_FLAG, FeedForward, LayerSpec, Mixer, numbers_in_names, specs_of_pattern
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -276,6 +276,12 @@ class ModelConfig:
     layer, like ([1]*3+[0])*4."""
     apply_wd_to_qk_layernorm: bool = False
     """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiply word embeddings by this (Granite)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divide the output logits by this (Granite)."""
 
     @property
     def rotary(self) -> bool:
@@ -315,6 +321,14 @@ class ModelConfig:
         if (pattern := self.hybrid_layer_pattern) is None:
             return f"--num-layers {self.num_layers}"
         return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[Mixer | FeedForward]:
+        """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+        try:
+            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+        except ConfigurationError:
+            return frozenset()
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:

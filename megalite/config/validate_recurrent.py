@@ -38,6 +38,7 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _mamba(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with the sizes of Mamba-2 layers."""
     heads, width, groups = model.mamba_heads, model.mamba_head_dim, model.mamba_num_groups
     if model.mamba_num_heads is None and 2 * model.hidden_size % width:
         yield (
@@ -53,7 +54,7 @@ def _mamba(model: ModelConfig) -> Iterator[str]:
 
 def uneven_recurrent_widths(model: ModelConfig, ranks: int) -> Iterator[str]:
     """Yield a line for each kind of recurrent layer whose heads so many tensor-parallel ranks cannot share."""
-    kinds, flag = {layer.mixer for layer in model.layers}, f"--tensor-model-parallel-size {ranks}"
+    kinds, flag = model.kinds, f"--tensor-model-parallel-size {ranks}"
     sizes = []
     if "mamba" in kinds:
         sizes.append(("Mamba-2 heads", model.mamba_heads, "--mamba-num-groups", model.mamba_num_groups))

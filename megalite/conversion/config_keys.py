@@ -319,6 +319,33 @@ def expert_groups() -> Keys:
     return Keys(("n_group", "topk_group"), read, write)
 
 
+def several_experts(name: str, default: int) -> Keys:
+    """Return the entry for the number of experts of a token whose weights add up to 1: more than one.
+
+    The weight of a single one is its score here, and 1 there.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        count = value_of(config, name, default)
+        if count == 1:
+            raise CheckpointError(f"{name} is 1, and megalite does not normalise the score of a single expert")
+        return {"moe_router_topk": count}
+
+    return Keys((name,), read, lambda model: {name: model.moe_router_topk})
+
+
+def rotated_channels(name: str, width: str, default_width: int) -> Keys:
+    """Return the entry for the number of rotated channels of a head, which files may have instead of their share."""
+
+    def read(config: Json) -> dict[str, Any]:
+        rotated, parameters = config.get(name), config.get("rope_parameters") or config.get("rope_scaling") or config
+        if rotated is None or "partial_rotary_factor" in parameters:
+            return {}
+        return {"rotary_percent": rotated / value_of(config, width, default_width)}
+
+    return Keys((name,), read, lambda _: {})
+
+
 def normalized_scores(name: str, topk: str, default_topk: int) -> Keys:
     """Return the entry for the key that says if the scores of the chosen experts, `topk` in number, add up to 1.
 

@@ -61,15 +61,16 @@ def _llama_like(
     groups: int | None,
     *own: Keys,
     position: Keys | None = None,
+    rules: tuple[Rule, ...] = _LLAMA_RULES,
 ) -> Family:
     """Return a family similar to Llama.
 
     `groups`: number of key-value heads if config.json does not have it. `position`: entry for rotary embeddings; None:
-    that of Llama.
+    that of Llama. `rules`: of the tensors but for experts.
     """
     shared = (*OF_ALL, keys.activation("hidden_act", "silu", gated=True), position or rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
-    return Family(name, architecture, all_keys, always, _LLAMA_RULES)
+    return Family(name, architecture, all_keys, always, rules)
 
 
 LLAMA = _llama_like(
@@ -193,6 +194,60 @@ GLM4_MOE = replace(
         choice_bias(MLP),
     ),
     further=r"model\.layers\.({layers})\..*",
+)
+
+_ONE_NORM = {"qk_layernorm": True, "qk_layernorm_over_heads": True}
+_ONE_NORM_RULES = (
+    *(
+        rule
+        for rule in _LLAMA_RULES
+        if "attention.query_norm" not in str(rule) and "attention.key_norm" not in str(rule)
+    ),
+    Rule(f"{ATTENTION}.q_norm.weight", "(heads width) -> heads width", (MappedBox("attention.query_norm.weight"),)),
+    Rule(f"{ATTENTION}.k_norm.weight", "(groups width) -> groups width", (MappedBox("attention.key_norm.weight"),)),
+)
+OLMOE = _with_experts(
+    _llama_like(
+        "olmoe",
+        "OlmoeForCausalLM",
+        WITHOUT_BIASES | _ONE_NORM,
+        None,
+        key("rms_norm_eps", "norm_epsilon", 1e-5),
+        fixed("attention_bias", False),
+        fixed("clip_qkv", None),
+        keys.num_experts("num_experts", "num_local_experts"),
+        key("num_experts_per_tok", "moe_router_topk", 8),
+        keys.negated("norm_topk_prob", "moe_router_pre_softmax", False),
+        rules=_ONE_NORM_RULES,
+    ),
+    _QWEN_EXPERTS,
+)
+
+
+def _bias_beside_router(block: str) -> Rule:
+    return Rule(f"{block}.e_score_correction_bias", "experts -> experts", (MappedBox("state/moe.expert_bias"),))
+
+
+_M2_EXPERTS = _with_experts(
+    _llama_like(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        WITHOUT_BIASES | SIGMOID | _ONE_NORM,
+        8,
+        keys.head_width(128),
+        keys.num_experts("num_local_experts", "num_experts"),
+        keys.several_experts("num_experts_per_tok", 8),
+        fixed("router_jitter_noise", 0.0),
+        keys.rotated_channels("rotary_dim", "head_dim", 128),
+        position=rotary(share="partial_rotary_factor", default_base=5_000_000.0),
+        rules=_ONE_NORM_RULES,
+    ),
+    experts("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
+)
+MINIMAX_M2 = replace(
+    _M2_EXPERTS,
+    rules=(*_M2_EXPERTS.rules, _bias_beside_router("model.layers.{layer}.block_sparse_moe")),
+    fused=(*_M2_EXPERTS.fused, _bias_beside_router(MLP)),
 )
 
 _INTERLEAVED = (
@@ -374,7 +429,7 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, GPT_OSS),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE, MINIMAX_M2, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
     *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2),
 )
@@ -383,6 +438,6 @@ FAMILIES = (
 LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
-    "olmoe": "a norm of the queries and keys over all heads together",
+    "olmo_hybrid": "layers with norms behind attention and the feed-forward layer alone",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

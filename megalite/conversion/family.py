@@ -11,7 +11,6 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.fields import flag_of
-from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.validate_model import model_problems, number_problems
 from megalite.conversion.config_keys import UNREADABLE, Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
@@ -174,15 +173,6 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
         _ = model.layers
     except ConfigurationError as error:
         yield str(error)
-
-
-def refuse_pattern(model: ModelConfig) -> None:
-    """Raise CheckpointError for a network with a pattern, which no format of others has here."""
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        raise CheckpointError(
-            f"{PATTERN_FLAG} {shown(pattern)}: only patterns of * and - or E in turn, which are GPTs, can be converted "
-            "yet, from a checkpoint of megalite"
-        )
 
 
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:

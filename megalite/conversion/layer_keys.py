@@ -265,7 +265,12 @@ def mamba_norm_epsilon(name: str, default: float) -> Keys:
             raise CheckpointError(f"{name} is {shown(found)}, but Mamba-2 layers have only {NORM_EPSILON}")
         return {}
 
-    return Keys((name,), read, lambda model: {name: model.norm_epsilon})
+    def write(model: ModelConfig) -> dict[str, Any]:
+        if model.norm_epsilon != NORM_EPSILON:
+            raise CheckpointError(f"--norm-epsilon {model.norm_epsilon} (Mamba-2 layers have {NORM_EPSILON})")
+        return {name: model.norm_epsilon}
+
+    return Keys((name,), read, write)
 
 
 def head_times_heads() -> Keys:

@@ -194,7 +194,7 @@ GRANITE = Family(
         keys.head_width(),
         layer_keys.optional_rotary(),
         layer_keys.factor_of_scores(),
-        *(fixed(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        *(key(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         *only_with(
             MAMBA_LETTER,
             granite_letters,

@@ -17,6 +17,7 @@ from megalite.config.validate_model import model_problems, number_problems, with
 from megalite.conversion.folder_keys import NULL, KeyFate
 from megalite.conversion.megatron_layers import (
     LAYER_ARGUMENTS,
+    NO_NETWORK,
     arguments_of_layers,
     as_text,
     is_of_pattern,
@@ -75,7 +76,6 @@ _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_t
     virtual_pipeline_model_parallel_size world_size"""
 """Arguments of the run that are no flags, or have another name than their flag."""
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
-_NO_NETWORK = "megalite has no such network"
 _OF_THE_RUN = "describes that run, not the network: a new run has its own flags"
 _UNKNOWN = "unknown to megalite, and taken to describe that run, not the network"
 _SHOWN = 8
@@ -112,7 +112,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
     unknown |= {name: value for name, value in values.items() if not fits(value, hints[name])}
-    problems = [f"  --{name.replace('_', '-')} {shown(value)}: {_NO_NETWORK}" for name, value in unknown.items()]
+    problems = [f"  --{name.replace('_', '-')} {shown(value)}: {NO_NETWORK}" for name, value in unknown.items()]
     problems += [
         f"  --{name.replace('_', '-')} is missing"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -130,7 +130,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.num_experts is not None and model.add_bias_linear:
         problems.append("  --num-experts with --add-bias-linear: biases of experts and routers are not converted")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
-    problems = problems or [f"  {problem}: {_NO_NETWORK}" for problem in layer_problems(model)]
+    problems = problems or [f"  {problem}" for problem in layer_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
     return model
@@ -152,7 +152,7 @@ def argument_fates(arguments: Mapping[str, Any]) -> Iterator[KeyFate]:
     for name, value in sorted(arguments.items()):
         if name in _NOT_OURS:
             off = _is_off(name, arguments)
-            yield KeyFate(name, "noted" if off else "refused", "off" if off else f"{shown(value)}: {_NO_NETWORK}")
+            yield KeyFate(name, "noted" if off else "refused", "off" if off else f"{shown(value)}: {NO_NETWORK}")
         elif value is None:
             yield KeyFate(name, "noted", NULL)
         elif name in used:

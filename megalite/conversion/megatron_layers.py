@@ -7,16 +7,28 @@ from typing import Any
 
 from megalite.config import ModelConfig, megatron_flags
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.layer_specs import DELTA_LETTER, MAMBA_LETTER, NEXT_STAGE, pattern_of, specs_of_letters
+from megalite.config.layer_specs import (
+    ATTENTION_LETTER,
+    DELTA_LETTER,
+    EXPERTS_LETTER,
+    LETTERS,
+    MAMBA_LETTER,
+    NEXT_STAGE,
+    pattern_of,
+    specs_of_letters,
+)
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
+NO_NETWORK = "megalite has no such network"
 _OF_LETTERS = {
     MAMBA_LETTER: "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
     DELTA_LETTER: """linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads""",
 }
 """Fields of ModelConfig with the same name as an argument, which have a meaning only if there is such a layer."""
+_THEIRS = {*_OF_LETTERS, ATTENTION_LETTER, EXPERTS_LETTER, "-"}
+"""Letters that Megatron-LM has, too."""
 _PATTERN = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _SPEC = ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec")
 """Value of --spec that Megatron-LM's networks with a pattern have."""
@@ -103,12 +115,14 @@ def as_text(value: object) -> str:
 
 
 def layer_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield what a network has that it computes otherwise in Megatron-LM."""
+    """Yield a line for what a network has that Megatron-LM computes otherwise, or that is not converted."""
+    if others := [letter for letter in LETTERS if letter not in _THEIRS and letter in pattern_of(model.layers)]:
+        yield f"--hybrid-layer-pattern with {' and '.join(others)}: such layers are not converted"
     if any(layer.mixer == "gated_delta" for layer in model.layers):  # its norm and activation are the network's there
         if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
-            yield "a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p"
+            yield f"a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p: {NO_NETWORK}"
         if not model.swiglu:
-            yield "a gated delta net without --swiglu"
+            yield f"a gated delta net without --swiglu: {NO_NETWORK}"
 
 
 def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:

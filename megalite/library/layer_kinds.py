@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
@@ -47,8 +46,8 @@ def register_layer(
         ConfigurationError: the letter or the name is taken, or is none.
     """
 
-    def make_layer(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Any:
-        return make(config, context, f"layers.{config.numbers[layer][0]}.{name}")
+    def make_layer(config: ModelConfig, context: ParallelContext, begin: str, recompute: Recompute) -> nn.Module:
+        return make(config, context, begin)
 
     kind = mixer_kind(name, make_layer)
     again = LETTERS.get(letter) == LayerSpec(name, None) and SITES.get(kind.site, 0) >= _SITES_OF_PROGRAMS

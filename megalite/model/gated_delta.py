@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
+from megalite.model.recompute import Recompute
 from megalite.model.recurrent import LogOfUniform, RecurrentCore, Run, of_heads, of_length_one, of_parts, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -91,6 +93,24 @@ class GatedDelta(nn.Module):
         matrix = "hidden heads width -> 1 hidden (heads width)"
         output = LogicalTensor(f"{name}.output", (hidden, *values), Normal(sizes.output_std), True, matrix)
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
+
+    @staticmethod
+    def of(config: ModelConfig, context: ParallelContext, name: str, recompute: Recompute) -> GatedDelta:
+        """Make the gated delta net of a network. `name`: the begin of the names of its tensors."""
+        sizes = GatedDeltaSizes(
+            hidden=config.hidden_size,
+            key_heads=config.linear_num_key_heads,
+            heads=config.linear_num_value_heads,
+            key_width=config.linear_key_head_dim,
+            value_width=config.linear_value_head_dim,
+            std=config.init_method_std,
+            output_std=config.output_init_std,
+            epsilon=config.norm_epsilon,
+            taps=config.linear_conv_kernel_dim,
+            strength=2.0 if config.linear_allow_neg_eigval else 1.0,
+            chunk=config.linear_chunk_size,
+        )
+        return GatedDelta(context, name, sizes, recompute=recompute.attention)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes = self.sizes

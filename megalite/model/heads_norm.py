@@ -39,6 +39,7 @@ class _OverHeads(torch.autograd.Function):
         group: Group,
         epsilon: float,
     ) -> tuple[Tensor, Tensor]:
+        """Normalise by the root of the mean square over all ranks, in fp32 or wider."""
         wide = shares.dtype
         squares = query.to(wide).square().sum((-2, -1)), (key.to(wide).square() * shares).sum((-2, -1))
         means = collectives.all_reduce_(torch.stack(squares, dim=-1), group) / widths
@@ -52,6 +53,7 @@ class _OverHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, keys and both weights. What ranks share gets the share of each from it."""
         query, key, query_weight, key_weight, shares, widths, inverse = ctx.saved_tensors
         scales = [scale[..., None, None] for scale in inverse.unbind(-1)]
         normed = [states.to(shares.dtype) * scale for states, scale in zip((query, key), scales, strict=True)]

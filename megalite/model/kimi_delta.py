@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
+from megalite.model.recompute import Recompute
 from megalite.model.recurrent import (
     LogOfUniform,
     RecurrentCore,
@@ -101,6 +103,22 @@ class KimiDelta(nn.Module):
         matrix = "hidden heads width -> 1 hidden (heads width)"
         output = LogicalTensor(f"{name}.output", (sizes.hidden, heads, width), Normal(sizes.output_std), True, matrix)
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
+
+    @staticmethod
+    def of(config: ModelConfig, context: ParallelContext, name: str, recompute: Recompute) -> KimiDelta:
+        """Make the Kimi delta attention of a network. `name`: the begin of the names of its tensors."""
+        sizes = KimiDeltaSizes(
+            hidden=config.hidden_size,
+            heads=config.kda_num_heads,
+            width=config.kda_head_dim,
+            std=config.init_method_std,
+            output_std=config.output_init_std,
+            epsilon=config.norm_epsilon,
+            taps=config.kda_conv_kernel_dim,
+            bound=config.kda_lower_bound,
+            chunk=config.kda_chunk_size,
+        )
+        return KimiDelta(context, name, sizes, recompute=recompute.attention)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         mixed, beta = self.input(hidden).split([3 * self.heads * self.sizes.width, self.heads], dim=-1)

@@ -17,15 +17,15 @@ from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
-from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
-from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
-from megalite.model.mamba import Mamba, MambaSizes
+from megalite.model.gated_delta import GatedDelta
+from megalite.model.kimi_delta import KimiDelta
+from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.model.router import Router
-from megalite.model.short_convolution import ConvolutionSizes, ShortConvolution
+from megalite.model.short_convolution import ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.stage import LossTerm, TermSums
 
@@ -111,77 +111,6 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
     )
 
 
-def make_mamba(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> Mamba:
-    sizes = MambaSizes(
-        hidden=config.hidden_size,
-        heads=config.mamba_heads,
-        groups=config.mamba_num_groups,
-        width=config.mamba_head_dim,
-        state=config.mamba_state_dim,
-        std=config.init_method_std,
-        output_std=config.output_init_std,
-        taps=config.mamba_conv_kernel_dim,
-        limits=(config.mamba_dt_min, config.mamba_dt_max),
-        chunk=config.mamba_chunk_size,
-    )
-    recomputed = recompute is not None and recompute.attention
-    return Mamba(context, f"layers.{config.numbers[layer][0]}.mamba", sizes, recompute=recomputed)
-
-
-def make_gated_delta(
-    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
-) -> GatedDelta:
-    """Make the gated delta net of a layer from the network's configuration."""
-    sizes = GatedDeltaSizes(
-        hidden=config.hidden_size,
-        key_heads=config.linear_num_key_heads,
-        heads=config.linear_num_value_heads,
-        key_width=config.linear_key_head_dim,
-        value_width=config.linear_value_head_dim,
-        std=config.init_method_std,
-        output_std=config.output_init_std,
-        epsilon=config.norm_epsilon,
-        taps=config.linear_conv_kernel_dim,
-        strength=2.0 if config.linear_allow_neg_eigval else 1.0,
-        chunk=config.linear_chunk_size,
-    )
-    recomputed = recompute is not None and recompute.attention
-    return GatedDelta(context, f"layers.{config.numbers[layer][0]}.gated_delta", sizes, recompute=recomputed)
-
-
-def make_kimi_delta(
-    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
-) -> KimiDelta:
-    """Make the Kimi delta attention of a layer from the network's configuration."""
-    sizes = KimiDeltaSizes(
-        hidden=config.hidden_size,
-        heads=config.kda_num_heads,
-        width=config.kda_head_dim,
-        std=config.init_method_std,
-        output_std=config.output_init_std,
-        epsilon=config.norm_epsilon,
-        taps=config.kda_conv_kernel_dim,
-        bound=config.kda_lower_bound,
-        chunk=config.kda_chunk_size,
-    )
-    recomputed = recompute is not None and recompute.attention
-    return KimiDelta(context, f"layers.{config.numbers[layer][0]}.kimi_delta", sizes, recompute=recomputed)
-
-
-def make_short_convolution(
-    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None
-) -> ShortConvolution:
-    """Make the short convolution of a layer from the network's configuration."""
-    sizes = ConvolutionSizes(
-        hidden=config.hidden_size,
-        std=config.init_method_std,
-        output_std=config.output_init_std,
-        taps=config.short_conv_kernel_dim,
-        bias=config.short_conv_bias,
-    )
-    return ShortConvolution(context, f"layers.{config.numbers[layer][0]}.short_convolution", sizes)
-
-
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
@@ -217,17 +146,25 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
     return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
 
-def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, int, Recompute], nn.Module]) -> LayerKind:
-    """Return a kind of mixer that is no half of a GPT's block. `name`: its name in `LayerSpec`."""
-    return LayerKind(make, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
+def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, str, Recompute], nn.Module]) -> LayerKind:
+    """Return a kind of mixer that is no half of a GPT's block.
+
+    `make` makes a layer from the network's configuration and the begin of the layer's names. `name`: that of the kind
+    in `LayerSpec`, and in names of tensors.
+    """
+
+    def make_layer(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> nn.Module:
+        return make(config, context, f"layers.{config.numbers[layer][0]}.{name}", recompute)
+
+    return LayerKind(make_layer, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
 
 
 LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
-    "mamba": mixer_kind("mamba", make_mamba),
-    "gated_delta": mixer_kind("gated_delta", make_gated_delta),
-    "kimi_delta": mixer_kind("kimi_delta", make_kimi_delta),
-    "short_convolution": mixer_kind("short_convolution", make_short_convolution),
+    "mamba": mixer_kind("mamba", Mamba.of),
+    "gated_delta": mixer_kind("gated_delta", GatedDelta.of),
+    "kimi_delta": mixer_kind("kimi_delta", KimiDelta.of),
+    "short_convolution": mixer_kind("short_convolution", ShortConvolution.of),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

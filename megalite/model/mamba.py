@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
+from megalite.model.recompute import Recompute
 from megalite.model.recurrent import (
     LogOfUniform,
     RecurrentCore,
@@ -34,7 +36,7 @@ from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Normal
 from megalite_kernels.norm import norm
 
 NORM_EPSILON = 1e-5
-"""That of the output's norm, whatever the other norms have."""
+"""Epsilon of the norm of the output, whatever the other norms have."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,23 @@ class Mamba(nn.Module):
         matrix = "hidden heads width -> 1 hidden (heads width)"
         output = LogicalTensor(f"{name}.output", (hidden, heads, width), Normal(sizes.output_std), True, matrix)
         self.output = RowParallelLinear(context, "heads", context.split(output, {1: "heads"}, columns=2), None)
+
+    @staticmethod
+    def of(config: ModelConfig, context: ParallelContext, name: str, recompute: Recompute) -> Mamba:
+        """Make the Mamba-2 layer of a network. `name`: the begin of the names of its tensors."""
+        sizes = MambaSizes(
+            hidden=config.hidden_size,
+            heads=config.mamba_heads,
+            groups=config.mamba_num_groups,
+            width=config.mamba_head_dim,
+            state=config.mamba_state_dim,
+            std=config.init_method_std,
+            output_std=config.output_init_std,
+            taps=config.mamba_conv_kernel_dim,
+            limits=(config.mamba_dt_min, config.mamba_dt_max),
+            chunk=config.mamba_chunk_size,
+        )
+        return Mamba(context, name, sizes, recompute=recompute.attention)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes = self.sizes

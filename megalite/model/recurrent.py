@@ -22,9 +22,10 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
 from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piece, Sharding
 from megalite.parallel.stage_module import Inside
+from megalite.parallel.state_chain import StateChain, states_of_runs
 from megalite.parallel.state_scan import INSIDE, StateScan, tokens_before
 from megalite_kernels.convolution import convolution_step, short_convolution
-from megalite_kernels.recurrence import Found, Kept, Segment, recurrence, step_once
+from megalite_kernels.recurrence import Chain, Found, Kept, Segment, recurrence, step_once
 
 LENGTH_EPSILON = 1e-6
 """Number added to the squared length of queries and keys of a delta rule."""
@@ -157,11 +158,14 @@ class RecurrentCore(Convolution):
         """
         super().__init__(context, weights, biases, taps=taps, silu=True)
         self.delta, self.chunk, self.recompute = delta, chunk, recompute
+        self.chains = context.attention_ways[0].chains
 
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
-        return [] if self.over is None else [*super().inside, INSIDE[1]]
+        if self.over is None:
+            return []
+        return [*super().inside, *(states_of_runs(self.over.size) if self.chains else [INSIDE[1]])]
 
     def run(
         self, mix: Callable[..., Tensor], mixed: Tensor, *others: Tensor, context: LayerContext, owner: nn.Module
@@ -194,13 +198,18 @@ class RecurrentCore(Convolution):
                 query, key, value, decay, step, delta=self.delta, chunk=self.chunk, state=cache.state
             )
             return output
-        scan = None if self.over is None else StateScan(self.over, context.layout)
+        scan, chain = None, Chain()
+        if self.over is not None and self.chains:
+            chain = StateChain(self.over, context.layout)
+        elif self.over is not None:
+            scan = StateScan(self.over, context.layout)
         output, _ = recurrence(
             *(query, key, value, decay, step),
             delta=self.delta,
             chunk=self.chunk,
             segments=segments_of(context),
             scan=scan,
+            chain=chain,
             kept=run.kept,
         )
         return output

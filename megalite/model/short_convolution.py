@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
+from megalite.model.recompute import Recompute
 from megalite.model.recurrent import Convolution, by_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -70,6 +72,18 @@ class ShortConvolution(nn.Module):
             context.split(output, {1: "heads"}),
             context.replicated(bias("output")) if sizes.bias else None,
         )
+
+    @staticmethod
+    def of(config: ModelConfig, context: ParallelContext, name: str, recompute: Recompute) -> ShortConvolution:
+        """Make the short convolution of a network. `name`: the begin of the names of its tensors."""
+        sizes = ConvolutionSizes(
+            hidden=config.hidden_size,
+            std=config.init_method_std,
+            output_std=config.output_init_std,
+            taps=config.short_conv_kernel_dim,
+            bias=config.short_conv_bias,
+        )
+        return ShortConvolution(context, name, sizes)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         entering, leaving, x = self.input(hidden).chunk(3, dim=-1)

@@ -32,10 +32,12 @@ class AttentionWay:
     Attributes:
         head_ranks: number of neighbouring ranks that exchange heads for tokens. The others pass keys and values.
         gathers: True to gather keys and values instead of passing them around a ring.
+        chains: True if recurrent layers pass states from run to run of a sample instead of composing gathered maps.
     """
 
     head_ranks: int = 1
     gathers: bool = False
+    chains: bool = False
 
 
 @dataclass(frozen=True)

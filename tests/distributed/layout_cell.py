@@ -34,9 +34,9 @@ KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneve
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
 MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
-"""Of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
+"""Sizes of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
 DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
-"""Of the gated delta net: (heads of keys, of values, width of the ones, of the others, tokens of the convolution)."""
+"""Sizes of the gated delta net: (heads of keys, of values, width of each, tokens of the convolution)."""
 KIMI = {"grouped": (8, 3, 4, None), "wide": (4, 6, 2, -5.0), "plain": (1, 4, 4, None), "shared": (4, 2, 4, -1.0)}
 """Sizes of Kimi delta attention: (heads, width, tokens of the convolution, lower bound of the decay)."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
@@ -149,6 +149,7 @@ class Cell:
     dp: int = 1
     cp: int = 1
     way: str = "p2p"  # of attention over the context-parallel ranks
+    chains: bool = False  # recurrent layers pass states on
     chunks: int | None = None  # of a sample per context-parallel rank, dealt by the work of documents
     ep: int = 1
     etp: int = 1

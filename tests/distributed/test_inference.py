@@ -34,6 +34,7 @@ CELLS = (
     Cell("llama", pattern="L-K*L", recurrent="wide"),
     Cell("gpt2", pattern="K*K"),
     Cell("gemma3", key_values="gqa", output_gate=True, no_rope_freq=str(NO_ROPE), softmax_type="learnable"),
+    Cell("gpt-oss", qk_layernorm=True, norm_over_heads=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 

@@ -35,6 +35,9 @@ LAYOUTS: dict[str, Row] = {
     "cp2": {"pattern": "GM*-", "dp": 1, "cp": 2, "documents": True, "family": "llama"},
     "cp2, one document": {"pattern": "MG", "dp": 1, "cp": 2, "recompute": "uniform", "micro_batch_size": 2},
     "cp2, dealt": {"pattern": "MG*", "dp": 1, "cp": 2, "chunks": 4, "documents": True},
+    "cp2, chain": {"pattern": "GMK", "dp": 1, "cp": 2, "documents": True, "chains": True},
+    "cp3, chain, selective": {"pattern": "G*MK", "dp": 1, "cp": 3, "chains": True, "recompute": "selective"},
+    "cp4-pp2, chain": {"pattern": "GM|K", "dp": 1, "cp": 4, "pp": 2, "documents": True, "chains": True},
     "cp3": {"pattern": "G*M", "dp": 1, "cp": 3, "documents": True, "recurrent": "wide"},
     "cp4": {"pattern": "MG", "dp": 1, "cp": 4, "documents": True},
     "cp2-tp2-sp": {"pattern": "M*G-", "dp": 1, "cp": 2, **SP, "documents": True},
@@ -78,7 +81,9 @@ LAYOUTS: dict[str, Row] = {
 }
 OFTEN = [
     "other norms",
+    "tp2",
     "tp2-sp",
+    "cp2, chain",
     "tp4-sp, groups shared",
     "cp2",
     "cp3",
@@ -96,6 +101,13 @@ LOADS: dict[str, tuple[Row, Row]] = {
 @pytest.mark.parametrize("name", wide_except(LAYOUTS, OFTEN))
 def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[name], dropout=0.1 * (list(LAYOUTS).index(name) % 2), steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("pattern", wide_except(["MG", "KL"], []))
+def test_matrices_of_layers_are_those_of_muon(pattern: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1, "pattern": pattern, "dp": 2, "zero": 1, **SP}, optimizer="muon", steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 

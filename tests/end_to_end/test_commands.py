@@ -240,6 +240,7 @@ WITH_EXPERTS = {
     "qwen1.5_moe_a2.7b.yaml": (151936, 14315.8),
     "qwen3_30b_a3b.yaml": (151936, 30532.1),
     "glm4.5_air.yaml": (151552, 106852.2),
+    "gpt_oss_20b.yaml": (201088, 20914.8),
     "switch_base_8.yaml": (32128, 307.8),
 }
 """Vocabulary and millions of parameters of each recipe with experts, counted by transformers if it has the model."""

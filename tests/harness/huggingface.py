@@ -45,6 +45,9 @@ _GRANITE = {
     "mamba_n_groups": 2,
     "rms_norm_eps": 1e-5,
     "attention_multiplier": 0.25,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
 }
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -55,6 +58,7 @@ _DELTA = {
     "partial_rotary_factor": 0.5,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_theta": 500.0}),
@@ -131,6 +135,11 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "moe_intermediate_size": 8,
             "num_nextn_predict_layers": 0,
         },
+    ),
+    "olmoe": (transformers.OlmoeConfig, {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": _HALF, "num_key_value_heads": 4},
     ),
     "nemotron-h": (
         transformers.NemotronHConfig,
@@ -305,7 +314,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig):
+    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig):
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))

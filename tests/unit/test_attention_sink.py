@@ -44,6 +44,7 @@ def test_it_is_a_softmax_with_one_more_logit(mask: str, groups: int, cap: float 
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.wide
 def test_in_blocks_it_is_the_dense_one(graphs: dict[str, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     parts = [heads(256, count, generator) for count in (4, 2, 2)]

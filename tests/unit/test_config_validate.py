@@ -217,7 +217,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--position-embedding-type rope --no-rope-freq [1,0]",
-            "--no-rope-freq '[1,0]' is for 2 layers, but --num-layers is 4",
+            "--no-rope-freq '[1,0]' is for 2 layers, and the network has 4",
         ),
         *(
             (

@@ -164,6 +164,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_attention_heads": 16, "num_key_value_heads": "gone"},
         {"kv_groups": 8},
     ),
+    "MiniMax-M2, which counts rotated channels": (
+        "minimax-m2",
+        {"rope_parameters": "gone", "rope_theta": 3.0, "rotary_dim": 4},
+        {"rotary_base": 3.0, "rotary_percent": 0.5},
+    ),
     "gpt-oss, all but sizes by default": (
         "gpt-oss",
         dict.fromkeys(("rope_parameters", "layer_types", "sliding_window"), "gone")
@@ -190,7 +195,7 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 
 # ------------------------------------------------------------------------------------------------ experts
 
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2")
 
 
 @pytest.mark.wide
@@ -306,6 +311,8 @@ REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but only 0.0 is supported"),
     "two numbers of experts": ("qwen3-moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts and .* differ"),
     "no number of experts": ("mixtral", {"num_local_experts": "gone"}, "num_local_experts is missing"),
+    "one expert, whose weight is 1": ("minimax-m2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, but only None is supported"),
     "no layer with experts": ("qwen3-moe", {"decoder_sparse_step": 9}, "no layer has experts"),
     "no step": ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 or"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 9}, "--moe-router-topk 9 is more than"),
@@ -359,7 +366,18 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[1
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in (
-            *("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe", "gpt-oss"),
+            *(
+                "llama-linear",
+                "qwen3",
+                "gpt2",
+                "gpt-neox",
+                "gemma2",
+                "mixtral",
+                "qwen2-moe",
+                "glm4-moe",
+                "gpt-oss",
+                "minimax-m2",
+            ),
             *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
         )
     ],
@@ -450,6 +468,13 @@ SAID = {
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
     "qwen2-moe": {"moe_router_pre_softmax": False},
+    "olmoe": {"moe_router_pre_softmax": False},
+    "minimax-m2": {"rotary_percent": 1.0, "moe_router_topk": 3},
+    "granite": {"embedding_multiplier": 9.0, "residual_multiplier": 0.3, "query_pre_attn_scalar": 8.0},
+    "granite-dense": {"logits_scaling": 4.0, "position_embedding_type": "rope"},
+    "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
+    "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
+    "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
     "gpt-oss": {
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 0.0,

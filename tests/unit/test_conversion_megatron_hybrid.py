@@ -19,6 +19,8 @@ from megalite.conversion.megatron_arguments import argument_fates, arguments_of,
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import LLAMA, random_model, read, write
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it says so even where that is asked
+
 PLAIN = replace(LLAMA, qk_layernorm=False, use_rope_scaling=False)
 RECURRENT = {"mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
@@ -30,9 +32,11 @@ def pattern(letters: str) -> ModelConfig:
     return replace(PLAIN, num_layers=len(letters), hybrid_layer_pattern=letters, **options)
 
 
-@pytest.mark.parametrize("letters", ["M*-G", "*E-*", "**--"])
-def test_a_pattern_is_read_as_it_was_written(letters: str, tmp_path: Path) -> None:
-    opened = random_model(pattern(letters))
+@pytest.mark.parametrize(
+    ("letters", "options"), [("M*-G", {}), ("*E-*", {}), ("**--", {}), ("*E", {"moe_latent_size": 8})]
+)
+def test_a_pattern_is_read_as_it_was_written(letters: str, options: dict[str, Any], tmp_path: Path) -> None:
+    opened = random_model(replace(pattern(letters), **options))
     write(opened, tmp_path)
     again = open_megatron(tmp_path)
     assert function_of(again.config) == function_of(opened.config)
@@ -128,6 +132,12 @@ def test_other_patterns_are_refused(changed: dict[str, Any], problem: str) -> No
     with pytest.raises(CheckpointError) as raised:
         model_of(written | changed)
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize("letters", ["K*-", "*-L"])
+def test_letters_of_megalites_own_are_not_written(letters: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--hybrid-layer-pattern with [KL]: such layers are not converted"):
+        write(random_model(pattern(letters)), tmp_path)
 
 
 def test_what_megatron_has_no_argument_for_is_not_written() -> None:

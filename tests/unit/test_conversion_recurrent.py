@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_published_configurations_are_read_and_written(what: str) -> None:
     assert pattern_of(family.model(written).layers) == pattern
     fates = {fate.key: fate.kind for fate in family_of(config).key_fates(config)}
     assert "refused" not in fates.values()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_epsilon": 1e-6}, "the nearest is nemotron_h, except --norm-epsilon 1e-06"),
+        ({"mamba_dt_max": 0.5}, "the nearest is nemotron_h, except --mamba-dt-max 0.5"),
+        ({"residual_multiplier": 0.5}, "the nearest is nemotron_h, except --residual-multiplier 0.5"),
+        ({"moe_router_enable_expert_bias": False}, "except --moe-router-enable-expert-bias False"),
+    ],
+)
+def test_a_network_of_no_family_is_refused_by_its_flags(changes: dict[str, Any], message: str) -> None:
+    config = PUBLISHED["Nemotron 3 Nano 30B"][0]
+    with pytest.raises(CheckpointError, match=message):
+        choose(FAMILIES, replace(family_of(config).model(config), **changes))
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -131,6 +131,10 @@ CONFIGS = {
     "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
     "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
     "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
+    "gpt2, multipliers": replace(
+        GPT2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.5, final_logit_softcapping=1.5
+    ),
+    "gpt-neox, multipliers": replace(NEOX, residual_multiplier=0.4, scale_embeddings=True, embedding_multiplier=2.0),
     "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
     "gpt2, windows": replace(GPT2, window_size="3,0"),
     "llama, one window": replace(LLAMA, window_size="0,0", window_attn_skip_freq="[0,1]"),
@@ -189,7 +193,10 @@ def oracle(config: ModelConfig) -> Oracle:
         off_by_one=config.softmax_type == "off-by-one",
         unrotated=UNROTATED[config.no_rope_freq],
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
-        embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
+        embedding_scale=(math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0)
+        * config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_divisor=config.logits_scaling,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
         score_cap=config.attn_logit_softcapping or math.inf,
         logit_cap=config.final_logit_softcapping or math.inf,
@@ -367,6 +374,13 @@ def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
     scale = torch.tensor(math.sqrt(12), dtype=torch.bfloat16)
     assert scale.item() != math.sqrt(12)
     assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key, batch.layout.runs), words * scale)
+
+
+def test_branches_of_parts_of_the_sequence_are_multiplied() -> None:
+    config = CONFIGS["gpt2, multipliers"]
+    whole, in_parts = network(config), network(config, recompute=Recompute(mlp_parts=3))
+    batch = micro_batch(documents=False)
+    torch.testing.assert_close(loss_of(in_parts, batch), loss_of(whole, batch), rtol=1e-12, atol=0)
 
 
 def test_recompute_spans() -> None:
