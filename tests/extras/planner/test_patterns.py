@@ -105,7 +105,8 @@ def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
     ],
 )
 def test_bounds_are_below_what_they_bound(flags: str) -> None:
-    planner = Planner(run(flags), GPU, 2)
+    small = "--vocab-size 512 --seq-length 256"  # so that layers have most of the memory
+    planner = Planner(run(f"{flags} {small}"), GPU, 2)
     keep = ("recompute", "micro_batch", "context")
     planner = planner.to_search(keep)
     least = LowerBounds(planner.config, 2, planner.prices)
