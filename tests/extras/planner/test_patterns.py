@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megalite.extras.planner.plan import Planner
 from megalite.extras.planner.split import stage_costs
 from megalite.extras.planner.stage_layout import with_stages
 from megalite.pipeline.stages import Stages
+from tests.end_to_end.runs import Run
 
 GPU = find_cluster("H100-SXM")
 RANKS = 8
@@ -39,7 +41,7 @@ def own(argv: list[str]) -> RunConfig:
     return parse_arguments(argv).config
 
 
-def run(flags: str) -> RunConfig:
+def config_of(flags: str) -> RunConfig:
     return own(f"{FLAGS} {flags}".split())
 
 
@@ -59,7 +61,7 @@ CELLS = {
 @pytest.mark.parametrize("cell", CELLS)
 def test_memory_is_that_of_a_dry_run(cell: str) -> None:
     """See test_memory.py. Parts of a layer are recorded beside another of its kind, whatever stands before it."""
-    config = run(CELLS[cell])
+    config = config_of(CELLS[cell])
     found = Planner(config, GPU, RANKS)
     plan = found.plan(found.config)
     size = RANKS // config.parallel.pipeline_model_parallel_size
@@ -70,6 +72,25 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
             assert getattr(memory, kind) == pytest.approx(getattr(wanted.memory, kind), rel=2e-3), kind
         assert memory.activations == pytest.approx(wanted.memory.activations, rel=1e-2)
         assert memory.total - GPU.gpu.reserved == pytest.approx(wanted.peak, rel=0.08)
+
+
+@pytest.mark.wide_except("pp")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(f"--hybrid-layer-pattern M-G-*- {MAMBA} {DELTA} --tp 2", id="tp"),
+        pytest.param(f"--hybrid-layer-pattern M*-|G-M- {MAMBA} {DELTA} --pp 2 --recompute-activations", id="pp"),
+    ],
+)
+def test_activations_are_those_that_ranks_count(flags: str, run: Run) -> None:
+    """Two ranks of CPUs count what their first chunk saves, at the start of a run."""
+    small = (
+        "--hidden-size 128 --seq-length 256 --micro-batch-size 2 --global-batch-size 4 --vocab-size 500 --eval-iters 0"
+    )
+    out = run(*f"{FLAGS} {flags} {small} --no-bf16 --no-report --eval-iters 0".split(), world_size=2, data=()).stdout
+    (counted,) = re.findall(r"^ *activations +([\d.]+) MiB", out, re.MULTILINE)
+    planner = Planner(config_of(f"{flags} {small} --no-bf16"), find_cluster("cpu"), 2)
+    assert planner.plan(planner.config).memory[0].activations / 2**20 == pytest.approx(float(counted), rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +108,7 @@ def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
     flags = f"--hybrid-layer-pattern {letter} {MAMBA if letter == 'M' else DELTA}"
     kept = []
     for more in ("--recompute-activations", ""):
-        planner = Planner(run(f"{flags} {more}"), GPU, 1)
+        planner = Planner(config_of(f"{flags} {more}"), GPU, 1)
         parts = planner.parts(resolve(planner.config, 1))
         assert parts is not None
         kept.append(parts.layers[0].kept)
@@ -106,7 +127,7 @@ def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
 )
 def test_bounds_are_below_what_they_bound(flags: str) -> None:
     small = "--vocab-size 512 --seq-length 256"  # so that layers have most of the memory
-    planner = Planner(run(f"{flags} {small}"), GPU, 2)
+    planner = Planner(config_of(f"{flags} {small}"), GPU, 2)
     keep = ("recompute", "micro_batch", "context")
     planner = planner.to_search(keep)
     least = LowerBounds(planner.config, 2, planner.prices)
@@ -120,7 +141,7 @@ def test_bounds_are_below_what_they_bound(flags: str) -> None:
 def test_automatic_stages_take_about_as_long_whatever_their_letters() -> None:
     """Four cheap letters and four dear ones on two stages: equal numbers would not be balanced."""
     flags = f"--hybrid-layer-pattern=----GGGG {DELTA} --pp 2 --pipeline-model-parallel-layout auto"
-    config, notes = with_stages(run(flags), 2)
+    config, notes = with_stages(config_of(flags), 2)
     layout = config.parallel.pipeline_model_parallel_layout
     assert layout is not None
     first, last = layers_of_letters(layout, config.model)
