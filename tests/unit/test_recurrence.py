@@ -95,14 +95,14 @@ class InOneProcess:
     def __init__(self, order: Sequence[int]) -> None:
         self.order = order
 
-    def entering(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
+    def entering(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         assert all(matrix.shape[-1] == (offset.shape[-2] if delta else 1) for matrix, offset in maps)
         found, state = [maps[0][1]] * len(maps), torch.zeros_like(maps[0][1])
         for place in self.order:
             found[place], state = state, advance(*maps[place], state)
         return found
 
-    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
+    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         found, gradient = [maps[0][1]] * len(maps), torch.zeros_like(maps[0][1])
         for place in reversed(self.order):
             found[place], gradient = gradient, retreat(*maps[place], gradient)
