@@ -96,7 +96,6 @@ class InOneProcess:
         self.order = order
 
     def entering(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        assert all(matrix.shape[-1] == (offset.shape[-2] if delta else 1) for matrix, offset in maps)
         found, state = [maps[0][1]] * len(maps), torch.zeros_like(maps[0][1])
         for place in self.order:
             found[place], state = state, advance(*maps[place], state)
