@@ -153,6 +153,7 @@ def quick_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
 def _limited(
     gate_up: Tensor, bias: Tensor | None = None, *, function: str, offset: float, limit: float | None
 ) -> Tensor:
+    """Compute a gate that is clamped, or whose up projection has an offset, as `activation` describes."""
     output: Tensor
     if current().runs_triton("swiglu", gate_up, bias):
         from megalite_kernels.activation_kernels import Activation

@@ -37,10 +37,10 @@ __all__ = ["Chain", "Found", "Kept", "Scan", "Segment", "advance", "recurrence",
 class Scan(Protocol):
     """Contribution of the other ranks, which have the other segments of the samples."""
 
-    def entering(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
+    def entering(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return the state that enters each own segment, from each one's map: see `advance`."""
 
-    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
+    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return the gradient of the state that leaves each own segment, from each one's adjoint: see `retreat`."""
 
 
@@ -177,7 +177,7 @@ def _forward(
     else:
         runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
         maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
-        entering = [each.flatten(0, 1) for each in scan.entering(maps, delta)]
+        entering = [each.flatten(0, 1) for each in scan.entering(maps)]
         outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]
         last = advance(*runs[-1].map, entering[-1])
         of_maps = [*(matrix for matrix, _ in maps), *(run.reach for run in runs)]
@@ -241,7 +241,7 @@ class _Recurrence(torch.autograd.Function):
         else:
             of_parts = zip(parts, reaches, incoming, strict=True)
             offsets = [part.reached(reach, own).unflatten(0, heads) for part, reach, own in of_parts]
-            for number, each in enumerate(ctx.scan.leaving(list(zip(matrices, offsets, strict=True)), ctx.delta)):
+            for number, each in enumerate(ctx.scan.leaving(list(zip(matrices, offsets, strict=True)))):
                 back(number, each.flatten(0, 1))
         return *(_joined(of_parts) for of_parts in zip(*found, strict=True)), *[None] * 7
 

@@ -155,7 +155,7 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool
     """Compute all of the chunks that does not depend on states."""
     query, key, value = inputs.query, inputs.key, inputs.value
     shared, step = value.shape[1] // key.shape[1], inputs.step.unsqueeze(-1)
-    pairs, inflow, outflow, keep = _factors(inputs.decay.cumsum(dim=-1), documents, batch)
+    pairs, inflow, outflow, keep = _factors(inputs.decay, documents, batch)
     scores = _times(query @ key.mT, pairs, shared)
     products = _times(key @ key.mT, pairs, shared) if delta else None
     query, key = (each.repeat_interleave(shared, dim=1) if shared > 1 else each for each in (query, key))
@@ -170,14 +170,22 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int, delta: bool
     )
 
 
-def _factors(total: Tensor, documents: Documents | None, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `pairs`, `inflow`, `outflow` and `keep` of a block from the cumulative sum of the decay.
+def _factors(decay: Tensor, documents: Documents | None, batch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `pairs`, `inflow`, `outflow` and `keep` of a block from the decay [chunks, heads, chunk].
 
-    Above the diagonal, the exponential could overflow, and of -inf it takes a processor longer than of 0.
+    Cumulative sums are in float64, and in fp32 two numbers each: the difference of two sums keeps a small decay beside
+    large ones. Above the diagonal, the exponential could overflow, and of -inf it takes a processor longer than of 0.
     """
-    last = total[..., -1:]
-    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_().exp_().tril_()
-    inflow, outflow, keep = total.exp(), (last - total).exp_(), last.exp()
+    exact = decay.double().cumsum(dim=-1)
+    total = exact.to(decay.dtype)
+    pairs = total.unsqueeze(-1) - total.unsqueeze(-2)
+    if decay.dtype != torch.float64:
+        rest = (exact - total).to(decay.dtype)
+        pairs += rest.unsqueeze(-1)
+        pairs -= rest.unsqueeze(-2)
+    pairs = pairs.tril_().exp_().tril_()
+    inflow, outflow, keep = exact.exp(), (exact[..., -1:] - exact).exp_(), exact[..., -1:].exp()
+    inflow, outflow, keep = (each.to(decay.dtype) for each in (inflow, outflow, keep))
     if documents is not None:
         masks = documents.apart, documents.inside, documents.ended, documents.last_inside
         for factor, mask in zip((pairs, inflow, outflow, keep), masks, strict=True):

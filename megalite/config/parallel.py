@@ -75,8 +75,8 @@ class ParallelConfig:
     cp_chunks_per_rank: PositiveInt | None = None
     """Chunks of a sample per rank with cp-balance documents; unset: 16, or fewer if seq-length needs it."""
     cp_state_exchange: Literal["scan", "chain"] = "scan"
-    """Exchange of context-parallel ranks in recurrent layers: scan gathers what each rank does to states, and none waits
-    for another; chain passes states on from rank to rank, with the bits of one rank if no chunk is cut."""
+    """Exchange of context-parallel ranks in recurrent layers: scan gathers what each rank does to states, and none
+    waits for another; chain passes states on from rank to rank, with the bits of one rank if no chunk is cut."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks over which the experts of a layer are distributed (short: --ep)."""
     expert_tensor_parallel_size: PositiveInt | None = None

@@ -20,7 +20,8 @@ from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
 from megalite.model.recompute import Recompute
-from megalite.model.recurrent import LogOfUniform, RecurrentCore, Run, of_heads, of_length_one, of_parts, taps_of
+from megalite.model.recurrent import RecurrentCore, Run, of_length_one
+from megalite.model.recurrent_weights import LogOfUniform, of_heads, of_parts, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Normal

@@ -22,16 +22,8 @@ from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.norm import RMSNorm
 from megalite.model.recompute import Recompute
-from megalite.model.recurrent import (
-    LogOfUniform,
-    RecurrentCore,
-    Run,
-    StepBias,
-    by_heads,
-    of_heads,
-    of_length_one,
-    taps_of,
-)
+from megalite.model.recurrent import RecurrentCore, Run, of_length_one
+from megalite.model.recurrent_weights import LogOfUniform, StepBias, by_heads, of_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.placement import stacked

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.recompute import Recompute
-from megalite.model.recurrent import (
+from megalite.model.recurrent import RecurrentCore, Run
+from megalite.model.recurrent_weights import (
     LogOfUniform,
-    RecurrentCore,
-    Run,
     StepBias,
     SumOverSharers,
     of_heads,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.recompute import Recompute
-from megalite.model.recurrent import Convolution, by_heads, taps_of
+from megalite.model.recurrent import Convolution
+from megalite.model.recurrent_weights import by_heads, taps_of
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal

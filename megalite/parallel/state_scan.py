@@ -44,7 +44,7 @@ class StateScan:
     group: Group
     layout: SequenceLayout
 
-    def entering(self, maps: Sequence[Map], delta: bool) -> list[Tensor]:
+    def entering(self, maps: Sequence[Map]) -> list[Tensor]:
         """Return the state that enters each run of this rank. `maps`: those of its runs, from entering to leaving."""
         state = torch.zeros_like(maps[0][1])
         found = []
@@ -53,7 +53,7 @@ class StateScan:
             state = advance(matrix, offset, state)
         return self._own(found)
 
-    def leaving(self, maps: Sequence[Map], delta: bool) -> list[Tensor]:
+    def leaving(self, maps: Sequence[Map]) -> list[Tensor]:
         """Return the gradient of the state that leaves each run of this rank.
 
         `maps`: the adjoint maps of its runs, from the gradient of the leaving state to that of the entering one.

@@ -78,6 +78,7 @@ LAYOUTS: dict[str, Row] = {
     "K, zero1, tp2-sp": {"pattern": "K", "dp": 2, "zero": 1, **SP, "overlap": "reduce and gather"},
     "experts": {"pattern": "MEG-*E", "dp": 2, "ep": 2, "zero": 1, "family": "mixtral", "documents": True},
     "experts, cp2, pp2": {"pattern": "GE*|ME", "dp": 1, "cp": 2, "pp": 2, "ep": 2, "family": "deepseek"},
+    "latent experts, tp2-sp, pp2": {"pattern": "ME*|E-", "dp": 1, **SP, "pp": 2, "ep": 2, "family": "nemotron"},
 }
 OFTEN = [
     "other norms",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from torch import nn
 
 import megalite
 from megalite.checkpoint.compatibility import check_same_function, function_of, model_config
-from megalite.config import ModelConfig, dump, load_yaml
+from megalite.config import ModelConfig, RunConfig, dump, load_yaml
 from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
 from megalite.config.model import as_gpt
 from megalite.config.parse import parse_arguments
@@ -23,6 +23,7 @@ from megalite.conversion.family import choose
 from megalite.conversion.opened import logical_tensors, tensors_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import logits, make_network
+from megalite.library.configuration import configured
 from megalite.model.cache import StageCache
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
@@ -40,7 +41,8 @@ PLAIN = ModelConfig(2, 16, 4, max_position_embeddings=8, vocab_size=30)
 
 
 def pattern(letters: str, **options: object) -> ModelConfig:
-    return replace(PLAIN, num_layers=len(letters), hybrid_layer_pattern=letters, **options)  # type: ignore[arg-type]
+    named = {"num_layers": len(letters), "hybrid_layer_pattern": letters} | options
+    return replace(PLAIN, **named)  # type: ignore[arg-type]
 
 
 def test_a_letter_is_one_half_of_a_block() -> None:
@@ -378,3 +380,13 @@ def test_generation_caches_each_attention() -> None:
 def test_a_programs_letter_takes_no_others_place(letter: str, name: str, problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         megalite.register_layer(letter, name, lambda *_: nn.Identity(), weights=lambda _: 0, products=lambda *_: 0.0)
+
+
+def test_a_program_s_pattern_may_say_its_stages() -> None:
+    model = pattern("*|-*-", num_layers=4)
+    plain = resolve(parse_arguments([*RUN.split(), "--pp", "2", "--num-layers", "2"]).config, 2)
+    sections = {each.name: getattr(plain, each.name) for each in fields(plain)} | {"model": model}
+    config = configured(sections, {}, None, 2)
+    assert isinstance(config, RunConfig)
+    assert config.model.hybrid_layer_pattern == "*-*-"
+    assert [stage.layers for stage in stage_layers(config.model, config.parallel)] == [1, 3]

@@ -95,14 +95,13 @@ class InOneProcess:
     def __init__(self, order: Sequence[int]) -> None:
         self.order = order
 
-    def entering(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
-        assert all(matrix.shape[-1] == (offset.shape[-2] if delta else 1) for matrix, offset in maps)
+    def entering(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         found, state = [maps[0][1]] * len(maps), torch.zeros_like(maps[0][1])
         for place in self.order:
             found[place], state = state, advance(*maps[place], state)
         return found
 
-    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]], delta: bool) -> list[Tensor]:
+    def leaving(self, maps: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         found, gradient = [maps[0][1]] * len(maps), torch.zeros_like(maps[0][1])
         for place in reversed(self.order):
             found[place], gradient = gradient, retreat(*maps[place], gradient)
@@ -259,3 +258,19 @@ def test_backward_keeps_the_inputs_and_a_state_a_chunk(delta: bool) -> None:
     assert not state.requires_grad
     of_tokens, of_states = 5 * tokens * sizes.heads * sizes.width, tokens // chunk * sizes.heads * 16 * 16
     assert sum(kept.values()) <= of_tokens + of_states
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_large_decays_leave_small_ones_beside_them_exact(delta: bool) -> None:
+    """A tenth of the tokens forget all that was before: cumulative sums are large, and their differences small."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = 256
+    query, key, value = (torch.randn(tokens, 1, 2, 16, generator=generator) for _ in range(3))
+    key = key / key.norm(dim=-1, keepdim=True)
+    step = torch.rand(tokens, 1, 2, generator=generator)
+    decay = -0.01 * torch.rand(tokens, 1, 2, generator=generator)
+    decay = torch.where(torch.rand(tokens, 1, 2, generator=generator) < 0.1, -5000.0, decay)
+    inputs = (query, key, value, decay, step)
+    found, _ = recurrence(*inputs, delta=delta, chunk=64)
+    exact, _ = recurrence(*(each.double() for each in inputs), delta=delta, chunk=64)
+    assert ((found - exact).norm() / exact.norm()).item() < 2e-6  # roundings of products in fp32
