@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -263,6 +263,13 @@ def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
     for letters in ("*-*", "*--", "*-*-*-"):
         with pytest.raises(CheckpointError, match=r"hybrid_layer_pattern: \*-\*- in the checkpoint"):
             check_same_function("it", PLAIN, pattern(letters))
+
+
+def test_the_chunks_of_a_recurrence_are_not_its_function() -> None:
+    names = [field.name for field in fields(ModelConfig) if field.name.endswith("_chunk_size")]
+    assert len(names) >= 3
+    for name in names:
+        check_same_function("it", pattern("M*-GK"), replace(pattern("M*-GK"), **{name: 16}))
 
 
 def test_a_gpt_with_linear_attention_is_a_pattern() -> None:
