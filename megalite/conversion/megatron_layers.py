@@ -123,10 +123,7 @@ def layer_problems(model: ModelConfig) -> Iterator[str]:
             without = "a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p"
             yield f"{without}: its norm is the network's in Megatron-LM, and always a plain RMSNorm in megalite"
         if not model.swiglu:
-            yield (
-                "a gated delta net without --swiglu: its activation is the network's in Megatron-LM, and always SiLU "
-                "in megalite"
-            )
+            yield "a gated delta net without --swiglu: its activation is the network's in Megatron-LM, SiLU in megalite"
 
 
 def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:

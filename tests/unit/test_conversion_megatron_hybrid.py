@@ -60,7 +60,9 @@ def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) ->
     assert all(torch.equal(values, weights[name]) for name, values in read(again).items())
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize(
+    ("decays", "dtype"), [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
+)
 @pytest.mark.parametrize(
     ("model", "count"),
     [
@@ -69,10 +71,12 @@ def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) ->
     ],
     ids=["pattern", "gpt"],
 )
-def test_decays_are_written_in_fp32(model: ModelConfig, count: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+def test_decays_are_written_in_fp32(
+    model: ModelConfig, count: int, decays: torch.dtype, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     random = random_model(model)
     precise = {name for name in random.source.tensors if name.endswith(("A_log", "dt_bias", ".D"))}
-    values = {name: each if name in precise else each.bfloat16() for name, each in read(random).items()}
+    values = {name: each.to(decays if name in precise else torch.bfloat16) for name, each in read(random).items()}
     opened = replace(random, source=Weights(values))
     assert opened.dtype == torch.bfloat16
     write_megatron(opened, tmp_path, dtype=dtype, tensor_parallel_size=1, workers=1, advance=lambda _: None)
@@ -80,8 +84,9 @@ def test_decays_are_written_in_fp32(model: ModelConfig, count: int, dtype: torch
     weights = read(again)
     assert len(precise) == count
     assert again.dtype == (dtype or torch.bfloat16)
-    assert {name for name, each in weights.items() if each.dtype == torch.float32} == precise
-    assert all(torch.equal(weights[name], values[name]) for name in precise)
+    kinds = {name: each.dtype for name, each in weights.items()}
+    assert kinds == {name: torch.float32 if name in precise else dtype or torch.bfloat16 for name in weights}
+    assert all(torch.equal(weights[name], values[name].float()) for name in precise)
 
 
 def test_layers_have_the_names_of_their_places(tmp_path: Path) -> None:
@@ -167,9 +172,7 @@ def test_letters_of_megalites_own_are_not_written(letters: str, tmp_path: Path) 
 def test_what_megatron_has_otherwise_is_not_written() -> None:
     """Such a network is one of megalite, so the error does not say that it has none."""
     for option in ({"normalization": "LayerNorm"}, {"apply_layernorm_1p": True}, {"swiglu": False}):
-        with pytest.raises(
-            CheckpointError, match=r"a gated delta net with.* in Megatron-LM, and .* in megalite"
-        ) as raised:
+        with pytest.raises(CheckpointError, match=r"a gated delta net with.* in Megatron-LM, .* in megalite") as raised:
             arguments_of(replace(pattern("M*-G"), **option), {}, 32, 56)
         assert "megalite has no" not in str(raised.value)
 
