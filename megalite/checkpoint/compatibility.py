@@ -27,7 +27,7 @@ NOT_THE_FUNCTION = {
     "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
-    *("mamba_chunk_size", "linear_chunk_size", "apply_wd_to_qk_layernorm"),
+    *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")

@@ -310,6 +310,8 @@ def expert_groups() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         groups, chosen = value_of(config, "n_group", 1), value_of(config, "topk_group", 1)
         if groups == 1:
+            if chosen != 1:
+                raise CheckpointError(f"topk_group is {shown(chosen)} of 1 group, it must be 1")
             return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"))
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": 2}
 

@@ -229,7 +229,9 @@ def factor_of_scores() -> Keys:
     """Return the entry for the factor of attention scores."""
 
     def read(config: Json) -> dict[str, Any]:
-        scalar = value_of(config, "attention_multiplier", 1.0) ** -2
+        if not (factor := value_of(config, "attention_multiplier", 1.0)) > 0:  # the square would lose its sign
+            raise CheckpointError(f"attention_multiplier is {shown(factor)}, it must be above 0")
+        scalar = factor**-2
         whole = round(scalar)
         return {"query_pre_attn_scalar": float(whole) if math.isclose(scalar, whole, rel_tol=1e-12) else scalar}
 

@@ -24,6 +24,7 @@ from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.conversion.layers_of_files import numbers_by_layer, recurrent_axis_lengths
+from megalite.conversion.opened import cast_to
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -286,7 +287,7 @@ class ToFiles:
 
         `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
         state is never cast. `device`: device on which tensors are assembled; None: the CPU. `precise`: logical tensors
-        that are not cast either.
+        that are cast to no dtype narrower than fp32.
         """
         self._logical, self._mapping, self._device = logical, {tensor.name: tensor for tensor in mapping}, device
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
@@ -294,9 +295,8 @@ class ToFiles:
         self.tensors = {
             tensor.name: Kind(
                 tensor.shape,
-                dtype
-                if dtype is not None and not tensor.boxes[0][0].startswith(STATE) and tensor.boxes[0][0] not in precise
-                else widest(logical.tensors[name] for name, _, _ in tensor.boxes),
+                cast_to(None if tensor.boxes[0][0].startswith(STATE) else dtype, tensor.boxes[0][0] in precise)
+                or widest(logical.tensors[name] for name, _, _ in tensor.boxes),
             )
             for tensor in mapping
         }

@@ -32,7 +32,7 @@ from megalite.conversion.megatron_arguments import (
 from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
 from megalite.conversion.megatron_torch_dist import TorchDist
-from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance
@@ -213,7 +213,7 @@ def write_megatron(
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
     mapping = _files_of(model, logical_tensors(model))
-    files = ToFiles(opened.source, mapping, dtype or opened.dtype)
+    files = ToFiles(opened.source, mapping, dtype or opened.dtype, precise=kept_in_fp32(model))
     stacked = _Stacked(files, model, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)

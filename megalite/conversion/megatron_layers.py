@@ -120,9 +120,10 @@ def layer_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--hybrid-layer-pattern with {' and '.join(others)}: such layers are not converted"
     if any(layer.mixer == "gated_delta" for layer in model.layers):  # its norm and activation are the network's there
         if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
-            yield f"a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p: {NO_NETWORK}"
+            without = "a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p"
+            yield f"{without}: its norm is the network's in Megatron-LM, and always a plain RMSNorm in megalite"
         if not model.swiglu:
-            yield f"a gated delta net without --swiglu: {NO_NETWORK}"
+            yield "a gated delta net without --swiglu: its activation is the network's in Megatron-LM, SiLU in megalite"
 
 
 def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:

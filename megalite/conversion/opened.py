@@ -80,8 +80,6 @@ def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def kept_in_fp32(model: ModelConfig) -> frozenset[str]:
     """Return the names of the logical tensors that are fp32 in a network whose dtype is narrower."""
-    if model.hybrid_layer_pattern is None:
-        return frozenset()
     return frozenset(name for name, tensor in tensors_of_training(model).items() if tensor.fp32)
 
 

@@ -320,6 +320,7 @@ REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "weights that do not add up to 1": ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     "no layer with experts after the dense ones": ("glm4-moe", {"first_k_dense_replace": 4}, "is 4 for 4 layers"),
     "no shared experts": ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+    "more groups than there are": ("glm4-moe", {"n_group": 1, "topk_group": 2}, "topk_group is 2 of 1 group"),
     "groups that do not divide": ("glm4-moe", {"n_group": 3}, "--moe-router-num-groups 3"),
     "no number of prediction layers": ("glm4-moe", {"num_nextn_predict_layers": -1}, "is no number of layers"),
     "windows of Qwen 3": ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is"),

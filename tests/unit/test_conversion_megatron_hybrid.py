@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
-from megalite.conversion.megatron import open_megatron
+from megalite.conversion.megatron import open_megatron, write_megatron
 from megalite.conversion.megatron_arguments import argument_fates, arguments_of, model_of
 from megalite.errors import CheckpointError
-from tests.unit.test_conversion_megatron import LLAMA, random_model, read, write
+from tests.unit.test_conversion_megatron import LLAMA, Weights, random_model, read, write
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it says so even where that is asked
 
@@ -58,6 +58,35 @@ def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) ->
     again, weights = open_megatron(tmp_path), read(opened)
     assert function_of(again.config) == function_of(opened.config)
     assert all(torch.equal(values, weights[name]) for name, values in read(again).items())
+
+
+@pytest.mark.parametrize(
+    ("decays", "dtype"), [(torch.float32, None), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (pattern("M*-G"), 5),
+        (replace(PLAIN, experimental_attention_variant="gated_delta_net", linear_attention_freq="3", **DELTA), 4),
+    ],
+    ids=["pattern", "gpt"],
+)
+def test_decays_are_written_in_fp32(
+    model: ModelConfig, count: int, decays: torch.dtype, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    random = random_model(model)
+    precise = {name for name in random.source.tensors if name.endswith(("A_log", "dt_bias", ".D"))}
+    values = {name: each.to(decays if name in precise else torch.bfloat16) for name, each in read(random).items()}
+    opened = replace(random, source=Weights(values))
+    assert opened.dtype == torch.bfloat16
+    write_megatron(opened, tmp_path, dtype=dtype, tensor_parallel_size=1, workers=1, advance=lambda _: None)
+    again = open_megatron(tmp_path)
+    weights = read(again)
+    assert len(precise) == count
+    assert again.dtype == (dtype or torch.bfloat16)
+    kinds = {name: each.dtype for name, each in weights.items()}
+    assert kinds == {name: torch.float32 if name in precise else dtype or torch.bfloat16 for name in weights}
+    assert all(torch.equal(weights[name], values[name].float()) for name in precise)
 
 
 def test_layers_have_the_names_of_their_places(tmp_path: Path) -> None:
@@ -122,7 +151,7 @@ def test_arguments_of_runs_describe_patterns() -> None:
         ({"spec": ["my.layers", "spec"]}, "--spec"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers 1: megalite has no such network"),
         ({"normalization": "LayerNorm"}, "a gated delta net without --normalization RMSNorm, or with"),
-        ({"apply_layernorm_1p": True}, "RMSNorm, or with --apply-layernorm-1p: megalite has no such network"),
+        ({"apply_layernorm_1p": True}, "RMSNorm, or with --apply-layernorm-1p: its norm is the network's in Megatron"),
         ({"swiglu": False, "squared_relu": True}, "a gated delta net without --swiglu"),
         ({"mamba_num_groups": 5}, "is not a multiple of --mamba-num-groups 5"),
     ],
@@ -138,6 +167,14 @@ def test_other_patterns_are_refused(changed: dict[str, Any], problem: str) -> No
 def test_letters_of_megalites_own_are_not_written(letters: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"--hybrid-layer-pattern with [KL]: such layers are not converted"):
         write(random_model(pattern(letters)), tmp_path)
+
+
+def test_what_megatron_has_otherwise_is_not_written() -> None:
+    """Such a network is one of megalite, so the error does not say that it has none."""
+    for option in ({"normalization": "LayerNorm"}, {"apply_layernorm_1p": True}, {"swiglu": False}):
+        with pytest.raises(CheckpointError, match=r"a gated delta net with.* in Megatron-LM, .* in megalite") as raised:
+            arguments_of(replace(pattern("M*-G"), **option), {}, 32, 56)
+        assert "megalite has no" not in str(raised.value)
 
 
 def test_what_megatron_has_no_argument_for_is_not_written() -> None:

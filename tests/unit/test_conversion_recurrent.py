@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from megalite.checkpoint.compatibility import check_same_function
 from megalite.config.layer_specs import pattern_of
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
@@ -184,6 +185,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a limit without effect": ("nemotron-h", {"time_step_limit": [0.0, 0.1]}, "which transformers does not apply"),
     "heads in groups": ("nemotron-h", {"n_groups": 3}, "--mamba-num-heads 4 is not a multiple of --mamba-num-groups 3"),
     "layers of attention that are none": ("bamba", {"attn_layer_indices": [4]}, "must be a list of numbers below 4"),
+    "a factor that is none": (
+        "granite",
+        {"attention_multiplier": 0.0},
+        "attention_multiplier is 0.0, it must be",
+    ),
+    "a factor below 0": (
+        "granite",
+        {"attention_multiplier": -0.25},
+        "attention_multiplier is -0.25, it must be",
+    ),
     "a width that is another": ("bamba", {"mamba_d_head": 4}, "mamba_n_heads times mamba_d_head is another"),
     "an expansion that is none": ("bamba", {"mamba_expand": "x" * 10**6}, "mamba_expand is 'xxx"),
     "all of a head": ("bamba", {"attn_rotary_emb": 8}, "is not half of a head"),
@@ -245,6 +256,41 @@ def test_decays_stay_in_fp32(saved: torch.dtype, tmp_path: Path) -> None:
     assert len(decays) == 9
     assert all(torch.equal(written[name], values.float()) for name, values in decays.items())
     assert written["lm_head.weight"].dtype == torch.float16
+
+
+def test_decays_of_a_gpt_stay_in_fp32(tmp_path: Path) -> None:
+    theirs.save(tmp_path / "theirs", "qwen3-next")
+    pattern = open_huggingface(tmp_path / "theirs")
+    layers = pattern.config.layers
+    linear = [int(layer.mixer == "gated_delta") for layer in layers if layer.mixer is not None]
+    gpt = replace(
+        pattern.config,
+        num_layers=len(linear),
+        hybrid_layer_pattern=None,
+        moe_layer_freq=str([int(layer.feed_forward == "moe") for layer in layers if layer.feed_forward is not None]),
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=str(linear),
+    )
+    check_same_function("it", pattern.config, gpt)
+    write_megalite(
+        replace(pattern, config=gpt),
+        tmp_path / "run",
+        dtype=torch.bfloat16,
+        layout=None,
+        workers=1,
+        advance=lambda _: None,
+    )
+    native = open_megalite(tmp_path / "run")
+    assert native.config.hybrid_layer_pattern is None
+    assert native.dtype == torch.bfloat16
+    for dtype in (None, torch.float16):
+        write_huggingface(native, tmp_path / str(dtype), dtype=dtype, shard=10**9, workers=1, advance=lambda _: None)
+        tensors = load_file(tmp_path / str(dtype) / "model.safetensors")
+        decays = {name for name in tensors if name.endswith(("A_log", "dt_bias"))}
+        assert len(decays) == 2 * sum(linear)
+        assert {name for name, each in tensors.items() if each.dtype == torch.float32} == decays
+        config = json.loads((tmp_path / str(dtype) / "config.json").read_text())
+        assert config["torch_dtype"] == ("float16" if dtype else "bfloat16")
 
 
 def test_names_of_other_programs_are_read(tmp_path: Path) -> None:

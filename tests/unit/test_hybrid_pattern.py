@@ -267,6 +267,13 @@ def test_a_gpts_checkpoint_is_one_of_patterns_with_as_many_halves() -> None:
             check_same_function("it", PLAIN, pattern(letters))
 
 
+def test_the_chunks_of_a_recurrence_are_not_its_function() -> None:
+    names = [field.name for field in fields(ModelConfig) if field.name.endswith("_chunk_size")]
+    assert len(names) >= 3
+    for name in names:
+        check_same_function("it", pattern("M*-GK"), replace(pattern("M*-GK"), **{name: 16}))
+
+
 def test_a_gpt_with_linear_attention_is_a_pattern() -> None:
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4}
     variant = {"experimental_attention_variant": "gated_delta_net"}
