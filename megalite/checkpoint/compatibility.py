@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
+from megalite.config.fields import named
 from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
-from megalite.config.validate_model import model_problems
+from megalite.config.validate_model import OF_ATTENTION, model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 from megalite.storage import AnyPath
@@ -131,6 +132,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values |= dict.fromkeys(("window_rotary_base", "use_rope_scaling"))
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
+    if not model.has_attention:
+        values |= dict.fromkeys(each for each in named(model, f"num_attention_heads {OF_ATTENTION}") if each in values)
     if model.position_embedding_type != "yarn":
         yarn = [name for name in values if name.startswith("yarn_")]
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])

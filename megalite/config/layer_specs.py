@@ -18,6 +18,10 @@ from megalite.small_files import shown
 Mixer = str
 """Kind of mixer: attention, mamba, gated_delta, kimi_delta, short_convolution, or one that a program has added."""
 FeedForward = Literal["dense", "moe"]
+KINDS_WITH_CORE = frozenset({"attention", "mamba", "gated_delta", "kimi_delta"})
+"""Mixers with projections, a core and an output layer: they may offload, and compute what is around a core again."""
+KINDS_WITHOUT_ATTENTION = frozenset({"mamba", "gated_delta", "kimi_delta", "short_convolution", "dense", "moe"})
+"""Kinds that do not read the flags of attention; those of a program may."""
 PATTERN_FLAG = "--hybrid-layer-pattern"
 MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"

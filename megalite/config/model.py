@@ -24,7 +24,15 @@ from megalite.config.layer_patterns import (
     layers_with_experts,
     layers_without_rotation,
 )
-from megalite.config.layer_specs import PATTERN_FLAG, FeedForward, LayerSpec, Mixer, numbers_in_names, specs_of_pattern
+from megalite.config.layer_specs import (
+    KINDS_WITHOUT_ATTENTION,
+    PATTERN_FLAG,
+    FeedForward,
+    LayerSpec,
+    Mixer,
+    numbers_in_names,
+    specs_of_pattern,
+)
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -329,6 +337,11 @@ class ModelConfig:
             return frozenset(kind for layer in self.layers for kind in layer.kinds)
         except ConfigurationError:
             return frozenset()
+
+    @property
+    def has_attention(self) -> bool:
+        """False if no layer reads the flags of attention; true if the layers are not known."""
+        return not self.kinds or not self.kinds <= KINDS_WITHOUT_ATTENTION
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:

@@ -245,6 +245,8 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two sizes whose product is "
             f"--context-parallel-size {size}: {_products(size)}"
         )
+    if "attention" not in model.kinds:
+        return
     heads = model.num_attention_heads // tensor
     for way in dict.fromkeys(ways):
         if heads % (ranks := parallel.head_ranks[way]):

@@ -11,7 +11,14 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG
+from megalite.config.layer_specs import (
+    ATTENTION_LETTER,
+    DELTA_LETTER,
+    KIMI_LETTER,
+    KINDS_WITH_CORE,
+    MAMBA_LETTER,
+    PATTERN_FLAG,
+)
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
@@ -26,6 +33,7 @@ from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
+    OF_ATTENTION,
     has_idle_softmax,
     idle_positions,
     network_problems,
@@ -47,9 +55,6 @@ _IDLE_WITH_ONE_RANK = {
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
-_OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
-    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
-    rope_scaling_*"""
 
 
 def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
@@ -99,8 +104,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for axis, names in _IDLE_WITH_ONE_RANK.items():
         if getattr(config.parallel, axis) == 1:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
-    if (pattern := config.model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
-        yield "model", _OF_ATTENTION, f", since {PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    if not config.model.has_attention:
+        no_attention = f", since {_why_no_attention(config.model)}"
+        yield "model", OF_ATTENTION, no_attention
+        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", no_attention
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if config.model.hybrid_layer_pattern is not None:
@@ -115,6 +122,12 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         )
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
+    elif _recomputes_nothing(config):
+        yield (
+            "training",
+            "recompute_granularity recompute_modules",
+            f", since no layer has a core (as attention, {MAMBA_LETTER}, {DELTA_LETTER} and {KIMI_LETTER} do)",
+        )
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
         yield "parallel", "align_grad_reduce", f" {why}"
     if not config.optimizer.narrow:
@@ -127,6 +140,19 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
+
+
+def _why_no_attention(model: ModelConfig) -> str:
+    if (pattern := model.hybrid_layer_pattern) is not None:
+        return f"{PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    return f"--linear-attention-freq {model.linear_attention_freq} leaves no layer attention"
+
+
+def _recomputes_nothing(config: RunConfig) -> bool:
+    """Tell whether layers are known and --recompute-granularity selective computes nothing of them again."""
+    training, kinds = config.training, config.model.kinds
+    only_cores = training.recompute_granularity == "selective" and "moe" not in training.recompute_modules
+    return only_cores and bool(kinds) and not kinds & KINDS_WITH_CORE
 
 
 def _chunks(config: RunConfig) -> int:
@@ -467,9 +493,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    if (pattern := model.hybrid_layer_pattern) is not None and ATTENTION_LETTER not in pattern:
-        yield from needs(parallel, "cp_balance", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
-    split = [("num-attention-heads", model.num_attention_heads)]
+    if not model.has_attention:
+        yield from needs(parallel, "cp_balance", f"attention, but {_why_no_attention(model)}")
+    split = []
+    if "attention" in model.kinds:
+        split.append(("num-attention-heads", model.num_attention_heads))
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
     if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say

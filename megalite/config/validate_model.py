@@ -17,6 +17,11 @@ from megalite.small_files import shown
 
 MAX_BYTES = 2**44
 """Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
+OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
+    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
+    rope_scaling_* yarn_* mscale mscale_all_dim qk_layernorm_over_heads softmax_type attention_output_gate no_rope_freq
+    attention_dropout kv_channels"""
+"""Fields that nothing but attention reads, beside the number of its heads."""
 _WITHOUT_LOSS = {"none", "sinkhorn", "quantile_balancing"}
 LEAST_ITEM_BYTES = 2
 """Smallest size of a weight or an activation in bytes."""
@@ -37,7 +42,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
-    if model.kv_channels is None and model.hidden_size % heads:
+    if model.has_attention and model.kv_channels is None and model.hidden_size % heads:
         yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
@@ -62,7 +67,8 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     except ConfigurationError as error:
         yield str(error)
     yield from recurrent_problems(model)
-    yield from _rotary(model)
+    if model.has_attention:
+        yield from _rotary(model)
 
 
 def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
@@ -126,6 +132,8 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
 
 def idle_positions(model: ModelConfig) -> Iterator[str]:
     """Yield a line for each flag of positions without effect: it is for another kind of positions, or scales by 1."""
+    if not model.has_attention:  # without which all of them are turned off
+        return
     scalings = "use_rope_scaling rotary_seq_len_interpolation_factor"
     if model.position_embedding_type != "yarn":
         yield from needs(model, "yarn_* rotary_scaling_factor mscale mscale_all_dim", "--position-embedding-type yarn")
@@ -156,7 +164,9 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 
 def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them."""
-    widths = {"attention heads": model.num_attention_heads}
+    if ranks < 1:
+        return [f"--tensor-model-parallel-size {ranks}: must be at least 1"]
+    widths = {"attention heads": model.num_attention_heads} if "attention" in model.kinds else {}
     if model.has_dense_layers:
         widths |= {"feed-forward width": model.ffn_size}
     if model.num_experts is not None:
@@ -165,9 +175,9 @@ def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     uneven = [
         f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
         for what, width in widths.items()
-        if ranks < 1 or width % ranks
+        if width % ranks
     ]
-    return uneven if ranks < 1 else [*uneven, *uneven_recurrent_widths(model, ranks)]
+    return [*uneven, *uneven_recurrent_widths(model, ranks)]
 
 
 def expert_problems(model: ModelConfig) -> Iterator[str]:

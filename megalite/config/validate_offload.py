@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.layer_specs import PATTERN_FLAG
+from megalite.config.layer_specs import KINDS_WITH_CORE, PATTERN_FLAG
 from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.config.pipeline_layout import layers_of_ranks, stage_layers
 from megalite.config.run import RunConfig
 from megalite.small_files import shown
-
-_WITH_CORE = {"attention", "mamba", "gated_delta", "kimi_delta"}
-"""Mixers with projections, a core and an output layer that may offload."""
 
 
 def activation_problems(config: RunConfig) -> Iterator[str]:
@@ -61,7 +58,7 @@ def _modules(config: RunConfig) -> Iterator[str]:
     there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, True)
     there["attn_norm"] = any(layer.mixer is not None for layer in config.model.layers)
     there["mlp_norm"] = any(layer.feed_forward is not None for layer in config.model.layers)
-    if missing := [module for module in modules if not there.get(module, bool(kinds & _WITH_CORE))]:
+    if missing := [module for module in modules if not there.get(module, bool(kinds & KINDS_WITH_CORE))]:
         pattern = shown(config.model.hybrid_layer_pattern or "")
         yield f"--offload-modules {' '.join(missing)}: {PATTERN_FLAG} {pattern} has no layer with that: leave it out"
     if "attn_proj" in modules and "core_attn" not in modules:

@@ -17,24 +17,30 @@ def recurrent_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "linear_attention_freq", "--experimental-attention-variant gated_delta_net")
     elif model.linear_attention_freq is None:
         yield f"--experimental-attention-variant {variant} needs --linear-attention-freq, for the layers that have it"
-    letters = model.hybrid_layer_pattern or (DELTA_LETTER if variant is not None else "")
-    if MAMBA_LETTER not in letters:
+    kinds = model.kinds
+    if not kinds:  # reported by `relation_problems`
+        return
+    if "mamba" not in kinds:
         yield from needs(model, "mamba_*", f"a Mamba-2 layer, {MAMBA_LETTER} in {PATTERN_FLAG}")
     else:
         yield from _mamba(model)
-    if KIMI_LETTER not in letters:
+    if "kimi_delta" not in kinds:
         yield from needs(model, "kda_*", f"Kimi delta attention, {KIMI_LETTER} in {PATTERN_FLAG}")
     if model.kda_lower_bound is not None and not -math.inf < model.kda_lower_bound < 0:
         yield f"--kda-lower-bound {model.kda_lower_bound} is not below 0: no decay lets a state grow"
     if (chunk := model.kda_chunk_size) & (chunk - 1):
         yield f"--kda-chunk-size {chunk} is not a power of two"
-    if CONVOLUTION_LETTER not in letters:
+    if "short_convolution" not in kinds:
         yield from needs(model, "short_conv_*", f"a short convolution, {CONVOLUTION_LETTER} in {PATTERN_FLAG}")
-    if DELTA_LETTER not in letters:
-        names = "linear_num_* linear_key_* linear_value_* linear_conv_* linear_allow_* linear_chunk_*"
+    names = "linear_num_* linear_key_* linear_value_* linear_conv_* linear_allow_* linear_chunk_*"
+    if "gated_delta" in kinds:
+        if (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
+            yield f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}"
+    elif variant is None:
         yield from needs(model, names, f"a gated delta net, {DELTA_LETTER} in {PATTERN_FLAG}")
-    elif (values := model.linear_num_value_heads) % (keys := model.linear_num_key_heads):
-        yield f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}"
+    elif model.linear_attention_freq is not None:
+        freq = f"--linear-attention-freq {model.linear_attention_freq}"
+        yield from needs(model, names, f"a gated delta net, but {freq} leaves all layers attention")
 
 
 def _mamba(model: ModelConfig) -> Iterator[str]:

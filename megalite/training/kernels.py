@@ -78,7 +78,7 @@ def drops_by_rank(config: RunConfig, device: torch.device) -> bool:
     """Tell whether context-parallel ranks on such devices would drop other probabilities than one rank does."""
     dtype, model = getattr(torch, config.training.dtype), config.model
     fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
-    return fused and model.attention_dropout > 0.0
+    return fused and model.has_attention and model.attention_dropout > 0.0
 
 
 def require_equal_dropout(config: RunConfig, device: torch.device) -> None:

@@ -145,7 +145,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
         ("*|-", "--pp 2 --decoder-first-pipeline-num-layers 1", "says by | what each stage contains: leave --decoder"),
-        ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention (*) in --hybrid-layer-pattern"),
+        ("--", "--cp 2 --cp-balance documents", "--cp-balance needs attention, but --hybrid-layer-pattern '--' has no"),
         ("*-", "--moe-ffn-hidden-size 8", "needs a layer with experts (E) in --hybrid-layer-pattern"),
         ("*-", "--ep 2", "--expert-model-parallel-size needs a layer with experts (E) in --hybrid-layer-pattern"),
         ("*E", "--moe-ffn-hidden-size 8", "--moe-ffn-hidden-size needs --num-experts"),
@@ -176,6 +176,58 @@ def test_flags_of_attention_change_nothing_without_one() -> None:
     assert without.notes[0].endswith("since --hybrid-layer-pattern '--' has no attention (*)")
     assert without.config.model == parse_arguments([*RUN.split(), "--hybrid-layer-pattern=--"]).config.model
     assert parse_arguments([*RUN.split(), *flags.split(), "--hybrid-layer-pattern=*-"]).config.model.qk_layernorm
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [
+        ("--hybrid-layer-pattern L-", "--hybrid-layer-pattern 'L-' has no attention (*)"),
+        (
+            "--num-layers 2 --experimental-attention-variant gated_delta_net --linear-attention-freq [1]*2",
+            "--linear-attention-freq [1]*2 leaves no layer attention",
+        ),
+    ],
+)
+def test_no_flag_of_attention_is_silent_without_one(layers: str, why: str) -> None:
+    """Heads that nothing uses need not fit either, and the network is that without the flags."""
+    rotary = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
+    flags = f"""--qk-layernorm --qk-layernorm-over-heads --normalization RMSNorm --softmax-type learnable --kv-channels 6
+        --attention-output-gate --no-rope-freq [0,1] --attention-dropout 0.2 --cp 2 --cp-comm-type a2a {rotary}"""
+    of_network = "--cp 2 --normalization RMSNorm --position-embedding-type yarn"
+    plain = [*RUN.split(), *layers.split(), *of_network.split()]
+    parsed = parse_arguments([*RUN.split(), "--num-attention-heads", "5", *layers.split(), *flags.split()])
+    notes = [note for note in parsed.notes if "changes nothing" in note]
+    assert len(notes) == 10
+    assert all(note.endswith(f"changes nothing, since {why}") for note in notes)
+    resolve(parsed.config, 2)
+    check_same_function("it", parsed.config.model, parse_arguments(plain).config.model)
+    with_flags = replace(parse_arguments(plain).config.model, kv_channels=6, softmax_type="learnable")
+    check_same_function("it", with_flags, parsed.config.model)  # saved before they were turned off
+    with pytest.raises(ConfigurationError, match="--cp-balance needs attention, but --"):
+        resolve(parse_arguments([*plain, "--cp-balance", "documents"]).config, 2)
+
+
+def test_a_programs_layer_may_read_the_flags_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LETTERS, "x", LayerSpec("another", None))
+    parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "x-", "--kv-channels", "6", "--qk-layernorm"])
+    assert (parsed.config.model.kv_channels, parsed.config.model.qk_layernorm) == (6, True)
+
+
+@pytest.mark.parametrize(
+    ("letters", "flags", "idle"),
+    [
+        ("L-", "", True),
+        ("LE", "--num-experts 2 --recompute-modules core_attn moe_act", True),
+        ("LE", "--num-experts 2 --recompute-modules moe", False),
+        ("*-", "", False),
+        ("K-", "", False),
+    ],
+)
+def test_recomputation_of_cores_needs_one(letters: str, flags: str, idle: bool) -> None:
+    selective = f"--hybrid-layer-pattern {letters} --recompute-granularity selective {flags}"
+    parsed = parse_arguments([*RUN.split(), *selective.split()])
+    assert any("selective: changes nothing, since no layer has a core" in note for note in parsed.notes) == idle
+    assert (parsed.config.training.recompute_granularity is None) == idle
 
 
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
@@ -309,6 +361,13 @@ def test_a_gpt_with_linear_attention_is_a_pattern() -> None:
             "expected N, for attention in one layer of N",
         ),
         ("--linear-num-key-heads 2", "--linear-num-key-heads needs a gated delta net, G in --hybrid-layer-pattern"),
+        *(
+            (
+                f"--experimental-attention-variant gdn --linear-attention-freq {freq} --linear-chunk-size 8",
+                f"--linear-chunk-size needs a gated delta net, but --linear-attention-freq {freq} leaves all layers at",
+            )
+            for freq in ("1", "[0,0]")
+        ),
     ],
 )
 def test_wrong_flags_of_linear_attention_are_refused(flags: str, problem: str) -> None:

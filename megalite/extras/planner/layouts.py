@@ -142,8 +142,8 @@ def has_uneven_stages(config: RunConfig) -> bool:
 
 
 def is_even(model: ModelConfig, stages: int) -> bool:
-    """Tell whether equal numbers of layers are about equal work: not those of a pattern, whose kinds differ."""
-    return model.num_layers % stages == 0 and model.hybrid_layer_pattern is None
+    """Tell whether equal numbers of layers are about equal work: not those with halves of different kinds."""
+    return model.num_layers % stages == 0 and len({layer.kinds for layer in model.layers}) == 1
 
 
 def _layout_of(config: RunConfig) -> Layout | None:

@@ -137,7 +137,7 @@ class Planner:
     def on(self, layout: Layout, base: RunConfig | None = None) -> RunConfig:
         """Return a run, that of the planner or another one, with a layout.
 
-        Its stages are balanced if the layers cannot be divided evenly, or are those of a pattern, and the flags do not
+        Its stages are balanced if the layers cannot be divided evenly, or are of different kinds, and the flags do not
         say how to divide them.
         """
         base = base or self.config

@@ -9,15 +9,17 @@ from pathlib import Path
 import pytest
 
 from megalite.config import RunConfig
+from megalite.config.layer_specs import pattern_of
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import layers_of_letters, stage_layers
 from megalite.config.validate import resolve
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.dry_run import dry_run
 from megalite.extras.planner.flags import layout_flags, without_layout
-from megalite.extras.planner.layouts import layouts
+from megalite.extras.planner.layouts import is_even, layouts
 from megalite.extras.planner.lower_bounds import LowerBounds
 from megalite.extras.planner.part_costs import priced
+from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.plan import Planner
 from megalite.extras.planner.split import stage_costs
 from megalite.extras.planner.stage_layout import with_stages
@@ -43,6 +45,13 @@ def own(argv: list[str]) -> RunConfig:
 
 def config_of(flags: str) -> RunConfig:
     return own(f"{FLAGS} {flags}".split())
+
+
+def _parts(config: RunConfig) -> Parts:
+    planner = Planner(config, GPU, 1)
+    parts = planner.parts(resolve(planner.config, 1))
+    assert parts is not None
+    return parts
 
 
 CELLS = {
@@ -108,12 +117,20 @@ def test_a_recomputed_recurrent_layer_keeps_its_projection_and_states(
     flags = f"--hybrid-layer-pattern {letter} {MAMBA if letter == 'M' else DELTA}"
     kept = []
     for more in ("--recompute-activations", ""):
-        planner = Planner(config_of(f"{flags} {more}"), GPU, 1)
-        parts = planner.parts(resolve(planner.config, 1))
-        assert parts is not None
-        kept.append(parts.layers[0].kept)
+        kept.append(_parts(config_of(f"{flags} {more}")).layers[0].kept)
     wanted = 1024 * (2 * (projected + 2 * inner + 2 * 512) + 4) + 4 * state * (1024 // chunk + 1)
     assert kept[0] == wanted < kept[1] / 2
+
+
+@pytest.mark.parametrize("frequency", ["2", "4", "[1,1,0,1]", "[1]*4"])
+def test_a_gpt_with_linear_attention_has_the_parts_of_its_halves(frequency: str) -> None:
+    blocks = f"--num-layers 4 --experimental-attention-variant gdn --linear-attention-freq {frequency}"
+    config = config_of(f"{blocks} {DELTA}")
+    halves = config_of(f"--hybrid-layer-pattern {pattern_of(config.model.layers)} {DELTA}")
+    of_blocks, of_halves = ([part.parameters for part in _parts(each).layers] for each in (config, halves))
+    assert of_blocks == [sum(of_halves[at : at + 2]) for at in range(0, 8, 2)]
+    assert is_even(config.model, 2) == (frequency == "[1]*4")
+    assert not is_even(halves.model, 2)
 
 
 @pytest.mark.wide_except("dense")
