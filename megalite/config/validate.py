@@ -11,14 +11,7 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import (
-    ATTENTION_LETTER,
-    DELTA_LETTER,
-    KIMI_LETTER,
-    KINDS_WITH_CORE,
-    MAMBA_LETTER,
-    PATTERN_FLAG,
-)
+from megalite.config.layer_specs import ATTENTION_LETTER, KINDS_WITH_CORE, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
@@ -105,9 +98,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         if getattr(config.parallel, axis) == 1:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
     if not config.model.has_attention:
-        no_attention = f", since {_why_no_attention(config.model)}"
-        yield "model", OF_ATTENTION, no_attention
-        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", no_attention
+        since = f", since {_why_no_attention(config.model)}"
+        yield "model", OF_ATTENTION, since
+        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if config.model.hybrid_layer_pattern is not None:
@@ -123,11 +116,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     elif _recomputes_nothing(config):
-        yield (
-            "training",
-            "recompute_granularity recompute_modules",
-            f", since no layer has a core (as attention, {MAMBA_LETTER}, {DELTA_LETTER} and {KIMI_LETTER} do)",
-        )
+        names = "recompute_granularity recompute_modules"
+        yield "training", names, ", since no layer is attention, Mamba-2 or a delta net"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
         yield "parallel", "align_grad_reduce", f" {why}"
     if not config.optimizer.narrow:
