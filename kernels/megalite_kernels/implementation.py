@@ -44,6 +44,7 @@ Operation = Literal[
     "permutation",
     "grouped",
     "compression",
+    "short_convolution",
 ]
 Choice = Literal["auto", "triton", "reference"]
 
