@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.chunks import Segment
-from megalite_kernels.launch import looping_programs
+from megalite_kernels.launch import looping_programs, warps
 
-ROWS, COLUMNS, WARPS = 16, 128, 8  # of a tile: with more elements per thread, registers of backward spill
+ROWS, COLUMNS = 16, 128  # of a tile
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
@@ -25,10 +25,10 @@ ROWS, COLUMNS, WARPS = 16, 128, 8  # of a tile: with more elements per thread, r
 def _seen(first: tl.tensor, token: tl.tensor, tokens: tl.tensor, start: tl.tensor, BACK: tl.constexpr) -> tl.tensor:
     """Tell for each token whether its document has a token so many tokens before it."""
     present = (token >= 0) & (token < tokens)
-    if first is None:
-        return present
-    document = tl.load(first + token, mask=present, other=0)
-    return present & (start + token - document >= BACK)
+    if first is not None:
+        document = tl.load(first + token, mask=present, other=0)
+        present = present & (start + token - document >= BACK)
+    return present
 
 
 @triton.jit
@@ -42,9 +42,11 @@ def _load(
     BEFORE: tl.constexpr,
 ) -> tl.tensor:
     """Load rows of a segment, or of its halo of BEFORE tokens."""
-    of_segment = input + token[:, None].to(tl.int64) * stride
-    of_halo = halo + (token + BEFORE)[:, None].to(tl.int64) * halo_stride
-    return tl.load(tl.where(token[:, None] >= 0, of_segment, of_halo), mask=mask, other=0.0).to(tl.float32)
+    row = token[:, None].to(tl.int64)
+    found = tl.load(input + row * stride, mask=mask & (row >= 0), other=0.0)
+    if BEFORE > 0:  # of two pointers, none can be chosen: AMD's compiler fails
+        found += tl.load(halo + (row + BEFORE) * halo_stride, mask=mask & (row < 0), other=0.0)
+    return found.to(tl.float32)
 
 
 @triton.jit
@@ -147,9 +149,10 @@ def convolve_backward(
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = column < CHANNELS
     bias_place = None if bias is None else bias + column
-    weight_sum = (tl.zeros((ROWS, COLUMNS), tl.float32),)
-    for _ in tl.static_range(TAPS - 1):
-        weight_sum = weight_sum + (tl.zeros((ROWS, COLUMNS), tl.float32),)  # type: ignore[assignment]
+    zeros = (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    weight_sum = zeros
+    for _ in tl.static_range(TAPS - 1):  # Triton 3.6 cannot multiply tuples
+        weight_sum = weight_sum + zeros  # type: ignore[assignment]
     bias_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     for index in range(program, tl.cdiv(tokens + TAPS - 1, ROWS) * batches, tl.num_programs(0)):
         batch = (index % batches).to(tl.int64)
@@ -176,12 +179,14 @@ def convolve_backward(
                 bias_sum += own
             factor = tl.load(weight + (TAPS - 1 - back) * CHANNELS + column, mask=inside, other=0.0)
             result += own * factor.to(tl.float32)
-            weight_sum = weight_sum[1:] + (weight_sum[0] + own * x,)  # rotate to the next tap
-        in_segment = (token >= 0)[:, None]
-        of_input = input_gradient + (token.to(tl.int64) * batches + batch)[:, None] * CHANNELS + column
-        of_before = halo_gradient + ((token + TAPS - 1).to(tl.int64) * batches + batch)[:, None] * CHANNELS + column
+            weight_part = (weight_sum[0] + own * x,)
+            weight_sum = weight_sum[1:] + weight_part  # rotate to the next tap
+        row = token[:, None].to(tl.int64)
         result = result.to(input_gradient.dtype.element_ty)
-        tl.store(tl.where(in_segment, of_input, of_before), result, mask=here)
+        tl.store(input_gradient + (row * batches + batch) * CHANNELS + column, result, mask=here & (row >= 0))
+        if TAPS > 1:
+            before = halo_gradient + ((row + TAPS - 1) * batches + batch) * CHANNELS + column
+            tl.store(before, result, mask=here & (row < 0))
     place = sums + program.to(tl.int64) * (TAPS + 1) * CHANNELS + column
     for back in tl.static_range(TAPS):
         tl.store(place + (TAPS - 1 - back) * CHANNELS, tl.sum(weight_sum[back], 0)[None, :], mask=inside)
@@ -212,7 +217,7 @@ def launch_convolution(
                 *(own, halo, by_tap, None if bias is None else bias.contiguous(), segment.first, target),
                 *(len(own), segment.tokens.start, _stride_of(segment), *own.stride()[:2], *halo.stride()[:2]),
                 *(channels, taps, silu, ROWS, COLUMNS),
-                num_warps=WARPS,
+                num_warps=warps(ROWS * COLUMNS),
             )
     return output
 
@@ -239,14 +244,14 @@ def launch_convolution_backward(
     ):
         if target.numel():
             of_tokens = -(-(len(own) + taps - 1) // ROWS) * batch
-            programs = looping_programs(of_tokens, tiles * WARPS, input.device)
+            programs = looping_programs(of_tokens, tiles * warps(ROWS * COLUMNS), input.device)
             sums = torch.empty(programs, taps + 1, channels, dtype=torch.float32, device=input.device)
             convolve_backward[(programs, tiles)](
                 *(arriving, own, halo, by_tap, None if bias is None else bias.contiguous(), segment.first),
                 *(target, of_halo, sums, len(own), batch, segment.tokens.start, _stride_of(segment)),
                 *(*arriving.stride()[:2], *own.stride()[:2], *halo.stride()[:2]),
                 *(channels, taps, silu, ROWS, COLUMNS),
-                num_warps=WARPS,
+                num_warps=warps(ROWS * COLUMNS),
             )
             total += sums.sum(dim=0)
     of_bias = None if bias is None else total[taps].to(bias.dtype)

@@ -27,9 +27,7 @@ def _convolution_inputs(channels: int, dtype: torch.dtype, bias: bool, tokens: i
     return [each.requires_grad_() for each in (projected[..., :channels], *own)]
 
 
-def _convolve(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, silu: bool, documents: bool
-) -> Tensor:
+def _convolve(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, silu: bool, documents: bool) -> Tensor:
     first = _first_tokens(len(input), str(input.device)) if documents else None
     return short_convolution(input, weight, bias, [Segment(range(len(input)), first)], silu=silu)
 

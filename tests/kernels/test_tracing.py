@@ -18,6 +18,7 @@ OUTSIDE = (
     "permutation",
     "grouped",
     "compression",
+    "short_convolution",
 )  # what no network runs, or has traced
 
 
