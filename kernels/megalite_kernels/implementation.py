@@ -45,6 +45,7 @@ Operation = Literal[
     "grouped",
     "compression",
     "short_convolution",
+    "recurrence",
 ]
 Choice = Literal["auto", "triton", "reference"]
 

@@ -1,0 +1,598 @@
+"""Triton kernels of recurrences with one decay a head: see recurrence.py and recurrence_block.py, whose words they use.
+
+Forward: `prepare_chunks` solves the system of each chunk of the delta rule, `run_states` goes from chunk to chunk, and
+`compute_outputs` computes the outputs of each. Backward prepares again; `go_back` goes from chunk to chunk in reverse,
+and `compute_gradients` computes the gradients of each chunk. All sums are in fp32. Factors of products are rounded to
+tf32 where they are not in half precision, as inputs are; those that solve a system are not.
+
+Tensors of tokens are rows, [tokens * batch, heads * width], and those of chunks [chunks, batch * heads, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels import launch
+from megalite_kernels.launch import as_rows
+from megalite_kernels.recurrence_segment import Part
+
+FEWEST = 16  # of each size of a tile: what tensor cores multiply
+COLUMNS, STATE_COLUMNS = 64, 32
+
+
+class _Sizes(NamedTuple):
+    HEADS: int
+    SHARED: int
+    KEY_WIDTH: int
+    WIDTH: int
+    SIZE: int
+
+
+# ------------------------------------------------------------------------------------------------- parts of kernels
+
+
+@triton.jit
+def _factors(
+    decay: tl.tensor,
+    first: tl.tensor,
+    chunk: tl.tensor,
+    batch: tl.tensor,
+    head: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return L, [SIZE, SIZE], and the factors `inflow`, `outflow` and `keep` of a chunk.
+
+    `first` has the first token of each token's document, [batch, tokens]. `begin` is the index in the sample of the
+    first chunk's first token, and `start` that of the segment's.
+    """
+    index = tl.arange(0, SIZE)
+    row = (chunk * SIZE + index).to(tl.int64) * batches + batch
+    total = tl.cumsum(tl.load(decay + row * HEADS + head), 0)
+    last = tl.sum(tl.where(index == SIZE - 1, total, 0.0), 0)
+    below = index[:, None] >= index[None, :]
+    pairs = tl.where(below, tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0)), 0.0)
+    inflow, outflow, keep = tl.exp(total), tl.exp(last - total), tl.exp(last)
+    if first is not None:
+        document = tl.load(first + batch.to(tl.int64) * tokens + chunk * SIZE + index).to(tl.int32)
+        of_last = tl.sum(tl.where(index == SIZE - 1, document, 0), 0)
+        here = tl.maximum(start, begin + chunk * SIZE)
+        pairs = tl.where(document[:, None] == document[None, :], pairs, 0.0)
+        inflow = tl.where(document >= here, 0.0, inflow)
+        outflow = tl.where(document == of_last, outflow, 0.0)
+        keep = tl.where(of_last >= here, 0.0, keep)
+    return pairs, inflow, outflow, keep
+
+
+@triton.jit
+def _inverse(system: tl.tensor, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
+    """Return (1 + system)^-1 of a system below the diagonal.
+
+    That of parts of 1, 2, 4, ... rows is joined to that of twice as many: what is below the diagonal is -(that of the
+    second half) system (that of the first).
+    """
+    index = tl.arange(0, SIZE)
+    row, column = index[:, None], index[None, :]
+    result = tl.where(row == column, 1.0, 0.0)
+    for level in tl.static_range(LEVELS):
+        corner = ((row >> level) == (column >> level) + 1) & (((row >> level) & 1) == 1)
+        part = tl.where(corner, system, 0.0)
+        if level > 0:
+            part = tl.dot(result, part, input_precision=PRECISION)
+            part = tl.dot(part, result, input_precision=PRECISION)
+        result -= part
+    return result
+
+
+@triton.jit
+def _tile(
+    rows: tl.tensor,
+    row: tl.tensor,
+    stride: tl.tensor,
+    head: tl.tensor,
+    at: tl.tensor,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Load COLUMNS columns of a head from `at` on, of these rows."""
+    column = at + tl.arange(0, COLUMNS)[None, :]
+    place = rows + row[:, None] * stride + head * WIDTH + column
+    return tl.load(place, mask=column < WIDTH, other=0.0)
+
+
+@triton.jit
+def _store_tile(
+    rows: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    at: tl.tensor,
+    values: tl.tensor,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Store what `_tile` would load from contiguous rows of all heads."""
+    column = at + tl.arange(0, COLUMNS)[None, :]
+    place = rows + row[:, None] * (HEADS * WIDTH) + head * WIDTH + column
+    tl.store(place, values.to(rows.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit
+def _matrix(
+    number: tl.tensor,
+    key_at: tl.tensor,
+    at: tl.tensor,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the places of a part of a state among all, and which of them are inside."""
+    key, column = key_at + tl.arange(0, KEY_COLUMNS)[:, None], at + tl.arange(0, COLUMNS)[None, :]
+    place = number.to(tl.int64) * KEY_WIDTH * WIDTH + key * WIDTH + column
+    return place, (key < KEY_WIDTH) & (column < WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit(do_not_specialize=["tokens", "begin", "start"])
+def prepare_chunks(
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    reads: tl.tensor,
+    added: tl.tensor,
+    inverses: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Write `reads`, `added` as if no state entered, and the inverse of 1 + `system` of a chunk of one head."""
+    chunk, batch, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    index = tl.arange(0, SIZE)
+    row = (chunk * SIZE + index).to(tl.int64) * batches + batch
+    pairs, inflow, _, _ = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
+    own_step = tl.load(step + row * HEADS + head)
+    products = tl.zeros((SIZE, SIZE), tl.float32)
+    for at in range(0, KEY_WIDTH, COLUMNS):
+        k = _tile(key, row, key_stride, head // SHARED, at, KEY_WIDTH, COLUMNS)
+        products = tl.dot(k, tl.trans(k), products)
+    system = tl.where(index[:, None] > index[None, :], products * pairs * own_step[:, None], 0.0)
+    solved = _inverse(system, SIZE, LEVELS, PRECISION)
+    if inverses is not None:
+        number = (chunk * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+        tl.store(inverses + (number * SIZE + index[:, None]) * SIZE + index[None, :], solved)
+    for at in range(0, KEY_WIDTH, COLUMNS):
+        k = _tile(key, row, key_stride, head // SHARED, at, KEY_WIDTH, COLUMNS)
+        found = tl.dot(solved, k.to(tl.float32) * (own_step * inflow)[:, None], input_precision="tf32")
+        _store_tile(reads, row, head, at, found, HEADS, KEY_WIDTH, COLUMNS)
+    for at in range(0, WIDTH, COLUMNS):
+        v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS)
+        found = tl.dot(solved, v.to(tl.float32) * own_step[:, None], input_precision="tf32")
+        _store_tile(added, row, head, at, found, HEADS, WIDTH, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens", "begin", "start"])
+def run_states(
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    reads: tl.tensor,
+    added: tl.tensor,
+    state: tl.tensor,
+    states: tl.tensor,
+    last: tl.tensor,
+    chunks: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write the state before each chunk and after the last of one head, in some columns, and complete `added`.
+
+    Without the delta rule, `reads` is None, and `added` is step * value and not written.
+    """
+    number, at = tl.program_id(0), tl.program_id(1) * COLUMNS
+    batch, head = number // HEADS, number % HEADS
+    place, inside = _matrix(number, 0, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+    own = tl.load(state + place, mask=inside, other=0.0)
+    for chunk in range(0, chunks):
+        row = (chunk * SIZE + tl.arange(0, SIZE)).to(tl.int64) * batches + batch
+        before, _ = _matrix(chunk * tl.num_programs(0) + number, 0, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+        tl.store(states + before, own, mask=inside)
+        _, _, outflow, keep = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
+        if reads is None:
+            v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS)
+            gained = v.to(tl.float32) * tl.load(step + row * HEADS + head)[:, None]
+        else:
+            gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+            read = _tile(reads, row, HEADS * KEY_WIDTH, head, 0, KEY_WIDTH, KEY_COLUMNS)
+            gained -= tl.dot(read, own, input_precision="tf32")
+            _store_tile(added, row, head, at, gained, HEADS, WIDTH, COLUMNS)
+        k = _tile(key, row, key_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
+        gains = tl.trans(k.to(tl.float32) * outflow[:, None])
+        own = tl.dot(gains, gained, own * keep, input_precision="tf32")
+    tl.store(last + place, own, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "begin", "start"])
+def compute_outputs(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    added: tl.tensor,
+    states: tl.tensor,
+    output: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write the outputs of a chunk of one head, in some columns. `added` is None if it is step * value."""
+    chunk, at = tl.program_id(0), tl.program_id(2) * COLUMNS
+    batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    row = (chunk * SIZE + tl.arange(0, SIZE)).to(tl.int64) * batches + batch
+    pairs, inflow, _, _ = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
+    scores, seen = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, COLUMNS), tl.float32)
+    number = chunk * tl.num_programs(1) + tl.program_id(1)
+    for key_at in range(0, KEY_WIDTH, KEY_COLUMNS):
+        q = _tile(query, row, query_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS)
+        k = _tile(key, row, key_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS)
+        place, inside = _matrix(number, key_at, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+        state = tl.load(states + place, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), scores)
+        seen = tl.dot(q.to(tl.float32), state, seen, input_precision="tf32")
+    if added is None:
+        v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS)
+        gained = v.to(tl.float32) * tl.load(step + row * HEADS + head)[:, None]
+    else:
+        gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+    found = tl.dot(scores * pairs, gained, seen * inflow[:, None], input_precision="tf32")
+    _store_tile(output, row, head, at, found, HEADS, WIDTH, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens", "begin", "start"])
+def go_back(
+    query: tl.tensor,
+    key: tl.tensor,
+    decay: tl.tensor,
+    first: tl.tensor,
+    output_gradient: tl.tensor,
+    reads: tl.tensor,
+    added: tl.tensor,
+    states: tl.tensor,
+    gradient: tl.tensor,
+    added_gradient: tl.tensor,
+    leaving: tl.tensor,
+    entering: tl.tensor,
+    chunks: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write gradients of the state after each chunk and before the first of one head, and of `added`; complete `added`.
+
+    They are of some columns. `gradient` is that of the state after the last chunk. `reads` and `added` are None without
+    the delta rule.
+    """
+    number, at = tl.program_id(0), tl.program_id(1) * COLUMNS
+    batch, head = number // HEADS, number % HEADS
+    place, inside = _matrix(number, 0, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+    own = tl.load(gradient + place, mask=inside, other=0.0)
+    for later in range(0, chunks):
+        chunk = chunks - 1 - later
+        row = (chunk * SIZE + tl.arange(0, SIZE)).to(tl.int64) * batches + batch
+        after, _ = _matrix(chunk * tl.num_programs(0) + number, 0, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+        tl.store(leaving + after, own, mask=inside)
+        pairs, inflow, outflow, keep = _factors(
+            decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE
+        )
+        q = _tile(query, row, query_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
+        k = _tile(key, row, key_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
+        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        scores = tl.dot(q, tl.trans(k)) * pairs
+        of_added = tl.dot(tl.trans(scores), arriving, input_precision="tf32")
+        of_added += tl.dot(k.to(tl.float32) * outflow[:, None], own, input_precision="tf32")
+        _store_tile(added_gradient, row, head, at, of_added, HEADS, WIDTH, COLUMNS)
+        asked = tl.trans(q.to(tl.float32) * inflow[:, None])
+        own = tl.dot(asked, arriving, own * keep, input_precision="tf32")
+        if reads is not None:
+            read = _tile(reads, row, HEADS * KEY_WIDTH, head, 0, KEY_WIDTH, KEY_COLUMNS)
+            own -= tl.dot(tl.trans(read), of_added, input_precision="tf32")
+            state = tl.load(states + after, mask=inside, other=0.0)
+            gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+            gained -= tl.dot(read, state, input_precision="tf32")
+            _store_tile(added, row, head, at, gained, HEADS, WIDTH, COLUMNS)
+    tl.store(entering + place, own, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "begin", "start"])
+def compute_gradients(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    output_gradient: tl.tensor,
+    added: tl.tensor,
+    added_gradient: tl.tensor,
+    inverses: tl.tensor,
+    states: tl.tensor,
+    leaving: tl.tensor,
+    query_gradient: tl.tensor,
+    key_gradient: tl.tensor,
+    value_gradient: tl.tensor,
+    decay_gradient: tl.tensor,
+    step_gradient: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write the gradients of a chunk of one head; those of query and key in some columns, for each head its own.
+
+    A program's share in the gradients of decay and step is that of its columns of query and key. The first program adds
+    what is no sum over columns, and writes the gradient of the value. `inverses` and `added` are None without the delta
+    rule.
+    """
+    chunk, key_at = tl.program_id(0), tl.program_id(2) * KEY_COLUMNS
+    batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    index = tl.arange(0, SIZE)
+    row = (chunk * SIZE + index).to(tl.int64) * batches + batch
+    number = chunk * tl.num_programs(1) + tl.program_id(1)
+    own_step = tl.load(step + row * HEADS + head)
+    of_scores, of_system = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    of_query, of_key = tl.zeros((SIZE, KEY_COLUMNS), tl.float32), tl.zeros((SIZE, KEY_COLUMNS), tl.float32)
+    seen, of_step = tl.zeros((SIZE, KEY_COLUMNS), tl.float32), tl.zeros((SIZE,), tl.float32)
+    of_keep = tl.zeros((KEY_COLUMNS,), tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        right = _tile(added_gradient, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+        place, inside = _matrix(number, key_at, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+        state = tl.load(states + place, mask=inside, other=0.0)
+        after = tl.load(leaving + place, mask=inside, other=0.0)
+        if inverses is None:
+            gained = v * own_step[:, None]
+        else:
+            gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+            solved = tl.load(inverses + (number.to(tl.int64) * SIZE + index[None, :]) * SIZE + index[:, None])
+            right = tl.dot(solved, right, input_precision="tf32")
+            seen = tl.dot(right, tl.trans(state), seen, input_precision="tf32")
+            of_system = tl.dot(right, tl.trans(gained), of_system, input_precision="tf32")
+        of_scores = tl.dot(arriving, tl.trans(gained), of_scores, input_precision="tf32")
+        of_query = tl.dot(arriving, tl.trans(state), of_query, input_precision="tf32")
+        of_key = tl.dot(gained, tl.trans(after), of_key, input_precision="tf32")
+        of_keep += tl.sum(state * after, 1)
+        if key_at == 0:
+            of_step += tl.sum(right * v, 1)
+            _store_tile(value_gradient, row, head, at, right * own_step[:, None], HEADS, WIDTH, COLUMNS)
+    pairs, inflow, outflow, keep = _factors(
+        decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE
+    )
+    q = _tile(query, row, query_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS).to(tl.float32)
+    k = _tile(key, row, key_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS).to(tl.float32)
+    of_query *= inflow[:, None]
+    of_key *= outflow[:, None]
+    of_outflow = tl.sum(of_key * k, 1)
+    of_total = tl.sum(of_query * q, 1) - of_outflow
+    of_total += tl.where(index == SIZE - 1, tl.sum(of_outflow, 0) + tl.sum(of_keep, 0) * keep, 0.0)
+    below = index[:, None] > index[None, :]
+    of_products = of_scores * pairs
+    if inverses is not None:
+        seen *= inflow[:, None]
+        of_seen = tl.sum(seen * k, 1)
+        of_step -= of_seen
+        of_total -= of_seen * own_step
+        of_system = tl.where(below, -of_system, 0.0)
+        of_key -= seen * own_step[:, None]
+        of_pairs = of_system * pairs * own_step[:, None]
+        of_key = tl.dot(of_pairs + tl.trans(of_pairs), k, of_key, input_precision="tf32")
+    of_query = tl.dot(of_products, k, of_query, input_precision="tf32")
+    of_key = tl.dot(tl.trans(of_products), q, of_key, input_precision="tf32")
+    _store_tile(query_gradient, row, head, key_at, of_query, HEADS, KEY_WIDTH, KEY_COLUMNS)
+    _store_tile(key_gradient, row, head, key_at, of_key, HEADS, KEY_WIDTH, KEY_COLUMNS)
+    if key_at == 0:
+        scores, products = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+        for part in range(0, KEY_WIDTH, KEY_COLUMNS):
+            q_part = _tile(query, row, query_stride, head // SHARED, part, KEY_WIDTH, KEY_COLUMNS)
+            k_part = _tile(key, row, key_stride, head // SHARED, part, KEY_WIDTH, KEY_COLUMNS)
+            scores = tl.dot(q_part, tl.trans(k_part), scores)
+            if inverses is not None:
+                products = tl.dot(k_part, tl.trans(k_part), products)
+        of_decays = of_products * scores
+        if inverses is not None:
+            of_step += tl.sum(of_system * products * pairs, 1)
+            of_decays += of_system * products * pairs * own_step[:, None]
+        of_decays = tl.where(below, of_decays, 0.0)
+        of_total += tl.sum(of_decays, 1) - tl.sum(of_decays, 0)
+    place = (tl.program_id(2) * tl.num_programs(0).to(tl.int64) * SIZE * batches + row) * HEADS + head
+    tl.store(decay_gradient + place, tl.cumsum(of_total, 0, reverse=True))
+    tl.store(step_gradient + place, of_step)
+
+
+# ------------------------------------------------------------------------------------------------- launchers
+
+
+class KernelPart(Part):
+    """A segment's tokens, whose chunks kernels compute. `run` and `back` are those of `Part`."""
+
+    def run(self, states: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all chunks from the state before them, and write that before each into `states`."""
+        query, key, value, decay, step = rows = self._rows()
+        sizes, strides = self._sizes(), [each.stride(0) for each in rows[:3]]
+        heads = len(states[0])
+        output, last = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format), torch.empty_like(state)
+        reads, added, _ = self._prepare(rows, inverses=False)
+        blocks = -(-sizes.WIDTH // STATE_COLUMNS)
+        run_states[(heads, blocks)](
+            *(key, value, decay, step, self._first, reads, added, state.contiguous(), states, last),
+            *(self.chunks.count, *self._places(), *strides[1:]),
+            **sizes._asdict(),
+            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, 256),
+            COLUMNS=STATE_COLUMNS,
+            num_warps=4,
+        )
+        columns = _columns(sizes.WIDTH, COLUMNS)
+        compute_outputs[(self.chunks.count, heads, -(-sizes.WIDTH // columns))](
+            *(query, key, value, decay, step, self._first, added, states, output, *self._places(), *strides),
+            **sizes._asdict(),
+            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, COLUMNS),
+            COLUMNS=columns,
+            num_warps=8,
+        )
+        return self.chunks.cut(output), last
+
+    def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Go back through all chunks with the gradient of the state after them."""
+        query, key, value, decay, step = rows = self._rows()
+        sizes, strides = self._sizes(), [each.stride(0) for each in rows[:3]]
+        heads, arriving = len(gradient), as_rows(grad_output.flatten(2))
+        reads, added, inverses = self._prepare(rows, inverses=True)
+        leaving, entering = torch.empty_like(states), torch.empty_like(gradient)
+        of_added = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        go_back[(heads, -(-sizes.WIDTH // STATE_COLUMNS))](
+            *(query, key, decay, self._first, arriving, reads, added, states, gradient.contiguous()),
+            *(of_added, leaving, entering, self.chunks.count, *self._places(), *strides[:2], arriving.stride(0)),
+            **sizes._asdict(),
+            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, 256),
+            COLUMNS=STATE_COLUMNS,
+            num_warps=4,
+        )
+        columns = _columns(sizes.KEY_WIDTH, COLUMNS)
+        blocks = -(-sizes.KEY_WIDTH // columns)
+        narrow = query.dtype if sizes.SHARED == 1 else torch.float32
+        of_heads = [torch.empty(len(query), sizes.HEADS * sizes.KEY_WIDTH, dtype=narrow, device=query.device) for _ in range(2)]
+        of_value = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
+        shares = torch.empty(2, blocks, *decay.shape, dtype=torch.float32, device=decay.device)
+        compute_gradients[(self.chunks.count, heads, blocks)](
+            *(query, key, value, decay, step, self._first, arriving, added, of_added, inverses, states, leaving),
+            *(*of_heads, of_value, *shares, *self._places(), *strides, arriving.stride(0)),
+            **sizes._asdict(),
+            KEY_COLUMNS=columns,
+            COLUMNS=_columns(sizes.WIDTH, STATE_COLUMNS),
+            num_warps=8,
+        )
+        of_keys = [
+            each.view(*value.shape[:0], -1, sizes.HEADS // sizes.SHARED, sizes.SHARED, sizes.KEY_WIDTH).sum(2).to(query.dtype)
+            if sizes.SHARED > 1
+            else each
+            for each in of_heads
+        ]
+        found = [*of_keys, of_value, *shares.sum(dim=1)]
+        grads = [each.view(like.shape) for each, like in zip(found, self.inputs, strict=True)]
+        return [self.chunks.cut(each) for each in grads], entering
+
+    def _rows(self) -> list[Tensor]:
+        """Return the inputs as rows of all heads."""
+        return [as_rows(each.flatten(2)) for each in self.inputs[:3]] + [each.contiguous().flatten(0, 1) for each in self.inputs[3:]]
+
+    def _sizes(self) -> _Sizes:
+        """Return the sizes of the kernels."""
+        _, _, heads, width = self.inputs.value.shape
+        key_heads, key_width = self.inputs.key.shape[2:]
+        return _Sizes(heads, heads // key_heads, key_width, width, self.chunks.size)
+
+    def _places(self) -> tuple[int, int, int, int]:
+        """Return the number of samples and of padded tokens, and where chunks and the segment begin in the sample."""
+        length, batch = self.inputs.value.shape[:2]
+        return batch, length, self.chunks.begin, self.chunks.start
+
+    @property
+    def _first(self) -> Tensor | None:
+        return self.chunks.first()
+
+    def _prepare(self, rows: Sequence[Tensor], *, inverses: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return `reads`, `added` and the inverses of the delta rule's chunks."""
+        if not self._delta:
+            return None, None, None
+        _, key, value, decay, step = rows
+        sizes, heads = self._sizes(), decay.shape[1] * self.inputs.value.shape[1]
+        reads = torch.empty(len(key), sizes.HEADS * sizes.KEY_WIDTH, dtype=torch.float32, device=key.device)
+        added = torch.empty(value.shape, dtype=torch.float32, device=key.device)
+        solved = self.new(sizes.SIZE, sizes.SIZE) if inverses else None
+        prepare_chunks[(self.chunks.count, heads)](
+            *(key, value, decay, step, self._first, reads, added, solved, *self._places(), key.stride(0), value.stride(0)),
+            **sizes._asdict(),
+            LEVELS=sizes.SIZE.bit_length() - 1,
+            COLUMNS=max(16, min(_columns(sizes.KEY_WIDTH, COLUMNS), _columns(sizes.WIDTH, COLUMNS))),
+            PRECISION="tf32x3" if launch.LANES == 32 else "ieee",
+            num_warps=8,
+        )
+        return reads, added, solved
+
+
+def _columns(width: int, most: int) -> int:
+    """Return the columns of a tile of rows of this width."""
+    return max(FEWEST, min(most, triton.next_power_of_2(width)))
