@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite_kernels import launch
 from megalite_kernels.launch import as_rows
-from megalite_kernels.recurrence_segment import Part
+from megalite_kernels.recurrence_segment import WIDEST, Part
 
 FEWEST = 16  # of each size of a tile: what tensor cores multiply
 COLUMNS, STATE_COLUMNS = 64, 32
@@ -245,8 +245,7 @@ def run_states(
             gained -= tl.dot(read, own, input_precision="tf32")
             _store_tile(added, row, head, at, gained, HEADS, WIDTH, COLUMNS)
         k = _tile(key, row, key_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
-        gains = tl.trans(k.to(tl.float32) * outflow[:, None])
-        own = tl.dot(gains, gained, own * keep, input_precision="tf32")
+        own = tl.dot(tl.trans(k.to(tl.float32)), gained * outflow[:, None], own * keep, input_precision="tf32")
     tl.store(last + place, own, mask=inside)
 
 
@@ -299,8 +298,8 @@ def compute_outputs(
     _store_tile(output, row, head, at, found, HEADS, WIDTH, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["chunks", "tokens", "begin", "start"])
-def go_back(
+@triton.jit(do_not_specialize=["tokens", "begin", "start"])
+def begin_back(
     query: tl.tensor,
     key: tl.tensor,
     decay: tl.tensor,
@@ -309,6 +308,57 @@ def go_back(
     reads: tl.tensor,
     added: tl.tensor,
     states: tl.tensor,
+    added_gradient: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write the gradient of `added` of a chunk of one head by its outputs, in some columns, and complete `added`.
+
+    `reads` and `added` are None without the delta rule.
+    """
+    chunk, at = tl.program_id(0), tl.program_id(2) * COLUMNS
+    batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    row = (chunk * SIZE + tl.arange(0, SIZE)).to(tl.int64) * batches + batch
+    pairs, _, _, _ = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
+    scores, seen = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, COLUMNS), tl.float32)
+    number = chunk * tl.num_programs(1) + tl.program_id(1)
+    for key_at in range(0, KEY_WIDTH, KEY_COLUMNS):
+        q = _tile(query, row, query_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS)
+        k = _tile(key, row, key_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS)
+        scores = tl.dot(q, tl.trans(k), scores)
+        if reads is not None:
+            place, inside = _matrix(number, key_at, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
+            state = tl.load(states + place, mask=inside, other=0.0)
+            read = _tile(reads, row, HEADS * KEY_WIDTH, head, key_at, KEY_WIDTH, KEY_COLUMNS)
+            seen = tl.dot(read, state, seen, input_precision="tf32")
+    if reads is not None:
+        gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS) - seen
+        _store_tile(added, row, head, at, gained, HEADS, WIDTH, COLUMNS)
+    arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+    found = tl.dot(tl.trans(scores * pairs), arriving, input_precision="tf32")
+    _store_tile(added_gradient, row, head, at, found, HEADS, WIDTH, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens", "begin", "start"])
+def go_back(
+    query: tl.tensor,
+    key: tl.tensor,
+    decay: tl.tensor,
+    first: tl.tensor,
+    output_gradient: tl.tensor,
+    reads: tl.tensor,
     gradient: tl.tensor,
     added_gradient: tl.tensor,
     leaving: tl.tensor,
@@ -329,10 +379,10 @@ def go_back(
     KEY_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write gradients of the state after each chunk and before the first of one head, and of `added`; complete `added`.
+    """Write gradients of the state after each chunk and before the first of one head, and complete that of `added`.
 
-    They are of some columns. `gradient` is that of the state after the last chunk. `reads` and `added` are None without
-    the delta rule.
+    They are of some columns. `gradient` is that of the state after the last chunk. `reads` is None without the delta
+    rule.
     """
     number, at = tl.program_id(0), tl.program_id(1) * COLUMNS
     batch, head = number // HEADS, number % HEADS
@@ -343,25 +393,20 @@ def go_back(
         row = (chunk * SIZE + tl.arange(0, SIZE)).to(tl.int64) * batches + batch
         after, _ = _matrix(chunk * tl.num_programs(0) + number, 0, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
         tl.store(leaving + after, own, mask=inside)
-        pairs, inflow, outflow, keep = _factors(
+        _, inflow, outflow, keep = _factors(
             decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE
         )
-        q = _tile(query, row, query_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
         k = _tile(key, row, key_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
-        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
-        scores = tl.dot(q, tl.trans(k)) * pairs
-        of_added = tl.dot(tl.trans(scores), arriving, input_precision="tf32")
-        of_added += tl.dot(k.to(tl.float32) * outflow[:, None], own, input_precision="tf32")
+        of_added = tl.dot(k.to(tl.float32), own, input_precision="tf32") * outflow[:, None]
+        of_added += _tile(added_gradient, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
         _store_tile(added_gradient, row, head, at, of_added, HEADS, WIDTH, COLUMNS)
-        asked = tl.trans(q.to(tl.float32) * inflow[:, None])
-        own = tl.dot(asked, arriving, own * keep, input_precision="tf32")
+        q = _tile(query, row, query_stride, head // SHARED, 0, KEY_WIDTH, KEY_COLUMNS)
+        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        asked = tl.trans(q.to(tl.float32))
+        own = tl.dot(asked, arriving * inflow[:, None], own * keep, input_precision="tf32")
         if reads is not None:
             read = _tile(reads, row, HEADS * KEY_WIDTH, head, 0, KEY_WIDTH, KEY_COLUMNS)
             own -= tl.dot(tl.trans(read), of_added, input_precision="tf32")
-            state = tl.load(states + after, mask=inside, other=0.0)
-            gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
-            gained -= tl.dot(read, state, input_precision="tf32")
-            _store_tile(added, row, head, at, gained, HEADS, WIDTH, COLUMNS)
     tl.store(entering + place, own, mask=inside)
 
 
@@ -495,14 +540,14 @@ class KernelPart(Part):
         heads = len(states[0])
         output, last = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format), torch.empty_like(state)
         reads, added, _ = self._prepare(rows, inverses=False)
-        blocks = -(-sizes.WIDTH // STATE_COLUMNS)
-        run_states[(heads, blocks)](
+        key_columns = _columns(sizes.KEY_WIDTH, WIDEST)
+        run_states[(heads, -(-sizes.WIDTH // STATE_COLUMNS))](
             *(key, value, decay, step, self._first, reads, added, state.contiguous(), states, last),
             *(self.chunks.count, *self._places(), *strides[1:]),
             **sizes._asdict(),
-            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, 256),
+            KEY_COLUMNS=key_columns,
             COLUMNS=STATE_COLUMNS,
-            num_warps=4,
+            num_warps=_warps(sizes.SIZE * key_columns),
         )
         columns = _columns(sizes.WIDTH, COLUMNS)
         compute_outputs[(self.chunks.count, heads, -(-sizes.WIDTH // columns))](
@@ -522,13 +567,23 @@ class KernelPart(Part):
         reads, added, inverses = self._prepare(rows, inverses=True)
         leaving, entering = torch.empty_like(states), torch.empty_like(gradient)
         of_added = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+        columns = _columns(sizes.WIDTH, COLUMNS)
+        begin_back[(self.chunks.count, heads, -(-sizes.WIDTH // columns))](
+            *(query, key, decay, self._first, arriving, reads, added, states, of_added, *self._places()),
+            *(*strides[:2], arriving.stride(0)),
+            **sizes._asdict(),
+            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, COLUMNS),
+            COLUMNS=columns,
+            num_warps=8,
+        )
+        key_columns = _columns(sizes.KEY_WIDTH, WIDEST)
         go_back[(heads, -(-sizes.WIDTH // STATE_COLUMNS))](
-            *(query, key, decay, self._first, arriving, reads, added, states, gradient.contiguous()),
+            *(query, key, decay, self._first, arriving, reads, gradient.contiguous()),
             *(of_added, leaving, entering, self.chunks.count, *self._places(), *strides[:2], arriving.stride(0)),
             **sizes._asdict(),
-            KEY_COLUMNS=_columns(sizes.KEY_WIDTH, 256),
+            KEY_COLUMNS=key_columns,
             COLUMNS=STATE_COLUMNS,
-            num_warps=4,
+            num_warps=_warps(sizes.SIZE * key_columns),
         )
         columns = _columns(sizes.KEY_WIDTH, COLUMNS)
         blocks = -(-sizes.KEY_WIDTH // columns)
@@ -596,3 +651,8 @@ class KernelPart(Part):
 def _columns(width: int, most: int) -> int:
     """Return the columns of a tile of rows of this width."""
     return max(FEWEST, min(most, triton.next_power_of_2(width)))
+
+
+def _warps(elements: int) -> int:
+    """Return the warps for a tile of so many elements: 32 of each thread."""
+    return max(4, min(16, elements // (32 * launch.LANES)))

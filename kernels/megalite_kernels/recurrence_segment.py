@@ -13,7 +13,7 @@ from megalite_kernels.implementation import current
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
-CHUNKS, WIDEST = (16, 32, 64, 128), 256
+CHUNKS, WIDEST = (16, 32, 64, 128), 128
 """Tokens in a chunk, and the widest keys, that kernels can compute."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from megalite_kernels.case import Case, dtype_names
 from megalite_kernels.chunks import Segment
 from megalite_kernels.convolution import short_convolution
+from megalite_kernels.recurrence import recurrence
 
 
 def _first_tokens(tokens: int, device: str) -> Tensor:
@@ -44,5 +47,46 @@ def _convolutions() -> Iterator[Case]:
         yield Case("short_convolution", name, channels, inputs, partial(_convolve, silu=silu, documents=documents))
 
 
+class _Heads(NamedTuple):
+    """Sizes of a recurrence."""
+
+    key_heads: int
+    heads: int
+    key_width: int
+    width: int
+    chunk: int
+    delta: bool
+
+    def make_inputs(self, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+        """Make query, key of length 1, value, decay and step."""
+        query, key = torch.randn(2, tokens, 1, self.key_heads, self.key_width, device=device)
+        value = torch.randn(tokens, 1, 2 * self.heads, self.width, dtype=dtype, device=device)[:, :, : self.heads]
+        step, decay = torch.rand(2, tokens, 1, self.heads, device=device)
+        key = key / key.norm(dim=-1, keepdim=True)
+        found = query.to(dtype), key.to(dtype), value, decay * -0.1, step
+        return [each.requires_grad_() for each in found]
+
+    def run(self, *inputs: Tensor, documents: bool) -> tuple[Tensor, Tensor]:
+        """Return the output, and the last state."""
+        tokens = len(inputs[0])
+        first = _first_tokens(tokens, str(inputs[0].device)) if documents else None
+        segments = [Segment(range(tokens), first)]
+        return recurrence(*inputs, delta=self.delta, chunk=self.chunk, segments=segments)
+
+
+def _recurrences() -> Iterator[Case]:
+    """Yield those of Qwen3-Next, and of Nemotron-H, whose state is not square."""
+    for name, sizes, documents in (
+        ("delta rule", _Heads(16, 32, 128, 128, 64, True), True),
+        ("delta rule", _Heads(4, 4, 128, 128, 64, True), False),
+        ("additive", _Heads(8, 128, 128, 64, 128, False), False),
+        ("additive", _Heads(1, 64, 64, 64, 64, False), True),
+    ):
+        name = f"recurrence {name} {sizes.heads} of {sizes.key_width} {dtype_names(torch.bfloat16, torch.float32)}"
+        inputs, run = partial(sizes.make_inputs, torch.bfloat16), partial(sizes.run, documents=documents)
+        width = sizes.heads * sizes.width
+        yield Case("recurrence", name + " with documents" * documents, width, inputs, run, tolerance=4e-3)
+
+
 def recurrent_cases() -> Iterator[Case]:
-    return _convolutions()
+    return itertools.chain(_convolutions(), _recurrences())
