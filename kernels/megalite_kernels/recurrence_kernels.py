@@ -78,20 +78,28 @@ def _factors(
 def _inverse(system: tl.tensor, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr) -> tl.tensor:
     """Return (1 + system)^-1 of a system below the diagonal.
 
-    That of parts of 1, 2, 4, ... rows is joined to that of twice as many: what is below the diagonal is -(that of the
-    second half) system (that of the first).
+    In parts of 16 rows, each column is subtracted in turn. Then that of two parts is joined: what is below the diagonal
+    is -(that of the second) system (that of the first). Both are as stable as a substitution, unlike powers.
     """
     index = tl.arange(0, SIZE)
     row, column = index[:, None], index[None, :]
     result = tl.where(row == column, 1.0, 0.0)
-    for level in tl.static_range(LEVELS):
+    within = tl.where((row >> 4) == (column >> 4), system, 0.0)
+    for at in range(0, 15):
+        of_column = tl.sum(tl.where((column & 15) == at, within, 0.0), 1)
+        own = tl.sum(tl.where((row & 15) == at, result, 0.0), 0)
+        result -= tl.where((row >> 4) == (column >> 4), of_column[:, None] * own[None, :], 0.0)
+    for level in tl.static_range(4, LEVELS):
         corner = ((row >> level) == (column >> level) + 1) & (((row >> level) & 1) == 1)
-        part = tl.where(corner, system, 0.0)
-        if level > 0:
-            part = tl.dot(result, part, input_precision=PRECISION)
-            part = tl.dot(part, result, input_precision=PRECISION)
-        result -= part
+        part = tl.dot(result, tl.where(corner, system, 0.0), input_precision=PRECISION)
+        result -= tl.dot(part, result, input_precision=PRECISION)
     return result
+
+
+@triton.jit
+def _from_the_end(values: tl.tensor) -> tl.tensor:
+    """Return the sum of each value and all after it."""
+    return tl.cumsum(values, 0, reverse=True)
 
 
 @triton.jit
@@ -411,7 +419,7 @@ def go_back(
 
 
 @triton.jit(do_not_specialize=["tokens", "begin", "start"])
-def compute_gradients(
+def compute_pair_gradients(
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
@@ -422,11 +430,95 @@ def compute_gradients(
     added: tl.tensor,
     added_gradient: tl.tensor,
     inverses: tl.tensor,
+    product_gradient: tl.tensor,
+    system_gradient: tl.tensor,
+    value_gradient: tl.tensor,
+    decay_gradient: tl.tensor,
+    step_gradient: tl.tensor,
+    batches: tl.tensor,
+    tokens: tl.tensor,
+    begin: tl.tensor,
+    start: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    gradient_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write what of a chunk's gradients are sums over the columns of the value, for one head.
+
+    They are those of query key^T, of key key^T, of the value, and a share of those of decay and step. With the delta
+    rule, the gradient of `added` is replaced by that of the right side of its system. Without it, `inverses`, `added`
+    and `system_gradient` are None.
+    """
+    chunk, batch, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    index = tl.arange(0, SIZE)
+    row = (chunk * SIZE + index).to(tl.int64) * batches + batch
+    number = (chunk * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    square = (number * SIZE + index[:, None]) * SIZE + index[None, :]
+    own_step = tl.load(step + row * HEADS + head)
+    of_scores, of_system = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
+    of_step = tl.zeros((SIZE,), tl.float32)
+    for at in range(0, WIDTH, COLUMNS):
+        v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        right = _tile(added_gradient, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+        gained = v * own_step[:, None]
+        if inverses is not None:
+            gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
+            right = tl.dot(tl.trans(tl.load(inverses + square)), right, input_precision="tf32")
+            of_system = tl.dot(right, tl.trans(gained), of_system, input_precision="tf32")
+            _store_tile(added_gradient, row, head, at, right, HEADS, WIDTH, COLUMNS)
+        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        of_scores = tl.dot(arriving, tl.trans(gained), of_scores, input_precision="tf32")
+        of_step += tl.sum(right * v, 1)
+        _store_tile(value_gradient, row, head, at, right * own_step[:, None], HEADS, WIDTH, COLUMNS)
+    pairs, _, _, _ = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
+    of_scores *= pairs
+    tl.store(product_gradient + square, of_scores)
+    scores = tl.zeros((SIZE, SIZE), tl.float32)
+    for at in range(0, KEY_WIDTH, COLUMNS):
+        q = _tile(query, row, query_stride, head // SHARED, at, KEY_WIDTH, COLUMNS)
+        k = _tile(key, row, key_stride, head // SHARED, at, KEY_WIDTH, COLUMNS)
+        scores = tl.dot(q, tl.trans(k), scores)
+    of_decays = of_scores * scores
+    below = index[:, None] > index[None, :]
+    if inverses is not None:
+        products = tl.zeros((SIZE, SIZE), tl.float32)
+        for at in range(0, KEY_WIDTH, COLUMNS):
+            k = _tile(key, row, key_stride, head // SHARED, at, KEY_WIDTH, COLUMNS)
+            products = tl.dot(k, tl.trans(k), products)
+        of_system = tl.where(below, -of_system * pairs, 0.0)
+        of_step += tl.sum(of_system * products, 1)
+        of_system *= own_step[:, None]
+        of_decays += of_system * products
+        tl.store(system_gradient + square, of_system)
+    of_decays = tl.where(below, of_decays, 0.0)
+    tl.store(decay_gradient + row * HEADS + head, _from_the_end(tl.sum(of_decays, 1) - tl.sum(of_decays, 0)))
+    tl.store(step_gradient + row * HEADS + head, of_step)
+
+
+@triton.jit(do_not_specialize=["tokens", "begin", "start"])
+def compute_key_gradients(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    decay: tl.tensor,
+    step: tl.tensor,
+    first: tl.tensor,
+    output_gradient: tl.tensor,
+    added: tl.tensor,
+    right_gradient: tl.tensor,
+    product_gradient: tl.tensor,
+    system_gradient: tl.tensor,
     states: tl.tensor,
     leaving: tl.tensor,
     query_gradient: tl.tensor,
     key_gradient: tl.tensor,
-    value_gradient: tl.tensor,
     decay_gradient: tl.tensor,
     step_gradient: tl.tensor,
     batches: tl.tensor,
@@ -445,11 +537,10 @@ def compute_gradients(
     KEY_COLUMNS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the gradients of a chunk of one head; those of query and key in some columns, for each head its own.
+    """Write the gradients of query and key of a chunk of one head, in some columns, for each head its own.
 
-    A program's share in the gradients of decay and step is that of its columns of query and key. The first program adds
-    what is no sum over columns, and writes the gradient of the value. `inverses` and `added` are None without the delta
-    rule.
+    To each block of columns belongs a share in the gradients of decay and step. `added` and `system_gradient` are None
+    without the delta rule.
     """
     chunk, key_at = tl.program_id(0), tl.program_id(2) * KEY_COLUMNS
     batch, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
@@ -457,35 +548,23 @@ def compute_gradients(
     row = (chunk * SIZE + index).to(tl.int64) * batches + batch
     number = chunk * tl.num_programs(1) + tl.program_id(1)
     own_step = tl.load(step + row * HEADS + head)
-    of_scores, of_system = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
     of_query, of_key = tl.zeros((SIZE, KEY_COLUMNS), tl.float32), tl.zeros((SIZE, KEY_COLUMNS), tl.float32)
-    seen, of_step = tl.zeros((SIZE, KEY_COLUMNS), tl.float32), tl.zeros((SIZE,), tl.float32)
-    of_keep = tl.zeros((KEY_COLUMNS,), tl.float32)
+    seen, of_keep = tl.zeros((SIZE, KEY_COLUMNS), tl.float32), tl.zeros((KEY_COLUMNS,), tl.float32)
     for at in range(0, WIDTH, COLUMNS):
-        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
-        v = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
-        right = _tile(added_gradient, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
         place, inside = _matrix(number, key_at, at, KEY_WIDTH, WIDTH, KEY_COLUMNS, COLUMNS)
         state = tl.load(states + place, mask=inside, other=0.0)
         after = tl.load(leaving + place, mask=inside, other=0.0)
-        if inverses is None:
-            gained = v * own_step[:, None]
+        of_keep += tl.sum(state * after, 1)
+        arriving = _tile(output_gradient, row, gradient_stride, head, at, WIDTH, COLUMNS).to(tl.float32)
+        of_query = tl.dot(arriving, tl.trans(state), of_query, input_precision="tf32")
+        if added is None:
+            gained = _tile(value, row, value_stride, head, at, WIDTH, COLUMNS).to(tl.float32) * own_step[:, None]
         else:
             gained = _tile(added, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
-            solved = tl.load(inverses + (number.to(tl.int64) * SIZE + index[None, :]) * SIZE + index[:, None])
-            right = tl.dot(solved, right, input_precision="tf32")
+            right = _tile(right_gradient, row, HEADS * WIDTH, head, at, WIDTH, COLUMNS)
             seen = tl.dot(right, tl.trans(state), seen, input_precision="tf32")
-            of_system = tl.dot(right, tl.trans(gained), of_system, input_precision="tf32")
-        of_scores = tl.dot(arriving, tl.trans(gained), of_scores, input_precision="tf32")
-        of_query = tl.dot(arriving, tl.trans(state), of_query, input_precision="tf32")
         of_key = tl.dot(gained, tl.trans(after), of_key, input_precision="tf32")
-        of_keep += tl.sum(state * after, 1)
-        if key_at == 0:
-            of_step += tl.sum(right * v, 1)
-            _store_tile(value_gradient, row, head, at, right * own_step[:, None], HEADS, WIDTH, COLUMNS)
-    pairs, inflow, outflow, keep = _factors(
-        decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE
-    )
+    _, inflow, outflow, keep = _factors(decay, first, chunk, batch, head, batches, tokens, begin, start, HEADS, SIZE)
     q = _tile(query, row, query_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS).to(tl.float32)
     k = _tile(key, row, key_stride, head // SHARED, key_at, KEY_WIDTH, KEY_COLUMNS).to(tl.float32)
     of_query *= inflow[:, None]
@@ -493,38 +572,23 @@ def compute_gradients(
     of_outflow = tl.sum(of_key * k, 1)
     of_total = tl.sum(of_query * q, 1) - of_outflow
     of_total += tl.where(index == SIZE - 1, tl.sum(of_outflow, 0) + tl.sum(of_keep, 0) * keep, 0.0)
-    below = index[:, None] > index[None, :]
-    of_products = of_scores * pairs
-    if inverses is not None:
+    of_step = tl.zeros((SIZE,), tl.float32)
+    square = (number.to(tl.int64) * SIZE + index[:, None]) * SIZE + index[None, :]
+    if added is not None:
         seen *= inflow[:, None]
-        of_seen = tl.sum(seen * k, 1)
-        of_step -= of_seen
-        of_total -= of_seen * own_step
-        of_system = tl.where(below, -of_system, 0.0)
+        of_step -= tl.sum(seen * k, 1)
+        of_total += of_step * own_step
         of_key -= seen * own_step[:, None]
-        of_pairs = of_system * pairs * own_step[:, None]
-        of_key = tl.dot(of_pairs + tl.trans(of_pairs), k, of_key, input_precision="tf32")
+        of_system = tl.load(system_gradient + square)
+        of_key = tl.dot(of_system + tl.trans(of_system), k, of_key, input_precision="tf32")
+    of_products = tl.load(product_gradient + square)
     of_query = tl.dot(of_products, k, of_query, input_precision="tf32")
-    of_key = tl.dot(tl.trans(of_products), q, of_key, input_precision="tf32")
     _store_tile(query_gradient, row, head, key_at, of_query, HEADS, KEY_WIDTH, KEY_COLUMNS)
+    of_key = tl.dot(tl.trans(of_products), q, of_key, input_precision="tf32")
     _store_tile(key_gradient, row, head, key_at, of_key, HEADS, KEY_WIDTH, KEY_COLUMNS)
-    if key_at == 0:
-        scores, products = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
-        for part in range(0, KEY_WIDTH, KEY_COLUMNS):
-            q_part = _tile(query, row, query_stride, head // SHARED, part, KEY_WIDTH, KEY_COLUMNS)
-            k_part = _tile(key, row, key_stride, head // SHARED, part, KEY_WIDTH, KEY_COLUMNS)
-            scores = tl.dot(q_part, tl.trans(k_part), scores)
-            if inverses is not None:
-                products = tl.dot(k_part, tl.trans(k_part), products)
-        of_decays = of_products * scores
-        if inverses is not None:
-            of_step += tl.sum(of_system * products * pairs, 1)
-            of_decays += of_system * products * pairs * own_step[:, None]
-        of_decays = tl.where(below, of_decays, 0.0)
-        of_total += tl.sum(of_decays, 1) - tl.sum(of_decays, 0)
-    place = (tl.program_id(2) * tl.num_programs(0).to(tl.int64) * SIZE * batches + row) * HEADS + head
-    tl.store(decay_gradient + place, tl.cumsum(of_total, 0, reverse=True))
-    tl.store(step_gradient + place, of_step)
+    share = tl.program_id(2) * tl.num_programs(0).to(tl.int64) * SIZE * batches + row
+    tl.store(decay_gradient + share * HEADS + head, _from_the_end(of_total))
+    tl.store(step_gradient + share * HEADS + head, of_step)
 
 
 # ------------------------------------------------------------------------------------------------- launchers
@@ -538,7 +602,10 @@ class KernelPart(Part):
         query, key, value, decay, step = rows = self._rows()
         sizes, strides = self._sizes(), [each.stride(0) for each in rows[:3]]
         heads = len(states[0])
-        output, last = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format), torch.empty_like(state)
+        output, last = (
+            torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format),
+            torch.empty_like(state),
+        )
         reads, added, _ = self._prepare(rows, inverses=False)
         key_columns = _columns(sizes.KEY_WIDTH, WIDEST)
         run_states[(heads, -(-sizes.WIDTH // STATE_COLUMNS))](
@@ -585,33 +652,40 @@ class KernelPart(Part):
             COLUMNS=STATE_COLUMNS,
             num_warps=_warps(sizes.SIZE * key_columns),
         )
-        columns = _columns(sizes.KEY_WIDTH, COLUMNS)
-        blocks = -(-sizes.KEY_WIDTH // columns)
-        narrow = query.dtype if sizes.SHARED == 1 else torch.float32
-        of_heads = [torch.empty(len(query), sizes.HEADS * sizes.KEY_WIDTH, dtype=narrow, device=query.device) for _ in range(2)]
         of_value = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
-        shares = torch.empty(2, blocks, *decay.shape, dtype=torch.float32, device=decay.device)
-        compute_gradients[(self.chunks.count, heads, blocks)](
-            *(query, key, value, decay, step, self._first, arriving, added, of_added, inverses, states, leaving),
-            *(*of_heads, of_value, *shares, *self._places(), *strides, arriving.stride(0)),
+        key_columns = _columns(sizes.KEY_WIDTH, COLUMNS)
+        blocks = -(-sizes.KEY_WIDTH // key_columns)
+        shares = torch.empty(2, 1 + blocks, *decay.shape, dtype=torch.float32, device=decay.device)
+        of_products = self.new(sizes.SIZE, sizes.SIZE)
+        of_system = self.new(sizes.SIZE, sizes.SIZE) if self._delta else None
+        compute_pair_gradients[(self.chunks.count, heads)](
+            *(query, key, value, decay, step, self._first, arriving, added, of_added, inverses),
+            *(of_products, of_system, of_value, shares[0], shares[1], *self._places(), *strides, arriving.stride(0)),
             **sizes._asdict(),
-            KEY_COLUMNS=columns,
-            COLUMNS=_columns(sizes.WIDTH, STATE_COLUMNS),
+            COLUMNS=STATE_COLUMNS,
             num_warps=8,
         )
-        of_keys = [
-            each.view(*value.shape[:0], -1, sizes.HEADS // sizes.SHARED, sizes.SHARED, sizes.KEY_WIDTH).sum(2).to(query.dtype)
-            if sizes.SHARED > 1
-            else each
-            for each in of_heads
-        ]
-        found = [*of_keys, of_value, *shares.sum(dim=1)]
-        grads = [each.view(like.shape) for each, like in zip(found, self.inputs, strict=True)]
-        return [self.chunks.cut(each) for each in grads], entering
+        dtype = query.dtype if sizes.SHARED == 1 else torch.float32
+        of_heads = torch.empty(2, *value.shape[:1], sizes.HEADS * sizes.KEY_WIDTH, dtype=dtype, device=query.device)
+        compute_key_gradients[(self.chunks.count, heads, blocks)](
+            *(query, key, value, decay, step, self._first, arriving, added, of_added, of_products, of_system),
+            *(states, leaving, *of_heads, shares[0, 1:], shares[1, 1:], *self._places(), *strides),
+            arriving.stride(0),
+            **sizes._asdict(),
+            KEY_COLUMNS=key_columns,
+            COLUMNS=STATE_COLUMNS,
+            num_warps=8,
+        )
+        shape = (*self.inputs.key.shape[:3], sizes.SHARED, sizes.KEY_WIDTH)
+        of_keys = (each.view(shape).sum(dim=3).to(query.dtype) for each in of_heads)
+        found = zip((*of_keys, of_value, *shares.sum(dim=1)), self.inputs, strict=True)
+        return [self.chunks.cut(each.view(like.shape)) for each, like in found], entering
 
     def _rows(self) -> list[Tensor]:
         """Return the inputs as rows of all heads."""
-        return [as_rows(each.flatten(2)) for each in self.inputs[:3]] + [each.contiguous().flatten(0, 1) for each in self.inputs[3:]]
+        return [as_rows(each.flatten(2)) for each in self.inputs[:3]] + [
+            each.contiguous().flatten(0, 1) for each in self.inputs[3:]
+        ]
 
     def _sizes(self) -> _Sizes:
         """Return the sizes of the kernels."""
@@ -638,10 +712,22 @@ class KernelPart(Part):
         added = torch.empty(value.shape, dtype=torch.float32, device=key.device)
         solved = self.new(sizes.SIZE, sizes.SIZE) if inverses else None
         prepare_chunks[(self.chunks.count, heads)](
-            *(key, value, decay, step, self._first, reads, added, solved, *self._places(), key.stride(0), value.stride(0)),
+            *(
+                key,
+                value,
+                decay,
+                step,
+                self._first,
+                reads,
+                added,
+                solved,
+                *self._places(),
+                key.stride(0),
+                value.stride(0),
+            ),
             **sizes._asdict(),
             LEVELS=sizes.SIZE.bit_length() - 1,
-            COLUMNS=max(16, min(_columns(sizes.KEY_WIDTH, COLUMNS), _columns(sizes.WIDTH, COLUMNS))),
+            COLUMNS=_columns(max(sizes.KEY_WIDTH, sizes.WIDTH), COLUMNS),
             PRECISION="tf32x3" if launch.LANES == 32 else "ieee",
             num_warps=8,
         )
@@ -655,4 +741,4 @@ def _columns(width: int, most: int) -> int:
 
 def _warps(elements: int) -> int:
     """Return the warps for a tile of so many elements: 32 of each thread."""
-    return max(4, min(16, elements // (32 * launch.LANES)))
+    return max(4, min(8, elements // (32 * launch.LANES)))

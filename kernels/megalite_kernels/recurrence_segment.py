@@ -13,8 +13,8 @@ from megalite_kernels.implementation import current
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
-CHUNKS, WIDEST = (16, 32, 64, 128), 128
-"""Tokens in a chunk, and the widest keys, that kernels can compute."""
+CHUNKS, WIDEST = (16, 32, 64), 128
+"""Tokens in a chunk, and the widest keys, of which a program of a kernel can hold the matrices."""
 
 
 def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
@@ -146,6 +146,7 @@ def parts_of(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, 
     """Cut the tokens of all segments into those of each."""
     kind = Part
     if _have_kernels(inputs, chunk):
+        chunk = min(chunk, CHUNKS[-1])
         from megalite_kernels.recurrence_kernels import KernelPart as kind
     lengths = [len(tokens) for tokens, _ in segments]
     of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
@@ -159,6 +160,7 @@ def _have_kernels(inputs: Sequence[Tensor], chunk: int) -> bool:
         current().runs_triton("recurrence", *inputs)
         and query.dtype == key.dtype == value.dtype != torch.float32 == decay.dtype == step.dtype
         and decay.dim() == 3
-        and chunk in CHUNKS
+        and min(chunk, CHUNKS[-1]) in CHUNKS
+        and chunk % min(chunk, CHUNKS[-1]) == 0
         and key.shape[3] <= WIDEST
     )

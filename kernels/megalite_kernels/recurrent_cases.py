@@ -79,7 +79,7 @@ def _recurrences() -> Iterator[Case]:
     for name, sizes, documents in (
         ("delta rule", _Heads(16, 32, 128, 128, 64, True), True),
         ("delta rule", _Heads(4, 4, 128, 128, 64, True), False),
-        ("additive", _Heads(8, 128, 128, 64, 128, False), False),
+        ("additive", _Heads(8, 128, 128, 64, 64, False), False),
         ("additive", _Heads(1, 64, 64, 64, 64, False), True),
     ):
         name = f"recurrence {name} {sizes.heads} of {sizes.key_width} {dtype_names(torch.bfloat16, torch.float32)}"
