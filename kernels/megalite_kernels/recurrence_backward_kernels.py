@@ -274,14 +274,13 @@ def compute_key_gradients(
     of_query *= inflow[:, None]
     of_key *= outflow[:, None]
     of_outflow = tl.sum(of_key * k, 1)
-    of_total = tl.sum(of_query * q, 1) - of_outflow
-    of_total += tl.where(index == SIZE - 1, tl.sum(of_outflow, 0) + tl.sum(of_keep, 0) * keep, 0.0)
+    of_inflow = tl.sum(of_query * q, 1)
     of_step = tl.zeros((SIZE,), tl.float32)
     square = (number.to(tl.int64) * SIZE + index[:, None]) * SIZE + index[None, :]
     if added is not None:
         seen *= inflow[:, None]
         of_step -= tl.sum(seen * k, 1)
-        of_total += of_step * own_step
+        of_inflow += of_step * own_step
         of_key -= seen * own_step[:, None]
         of_system = tl.load(system_gradient + square)
         of_key = tl.dot(of_system + tl.trans(of_system), k, of_key, input_precision="tf32")
@@ -291,5 +290,6 @@ def compute_key_gradients(
     of_key = tl.dot(tl.trans(of_products), q, of_key, input_precision="tf32")
     store_tile(key_gradient, row, head, key_at, of_key, HEADS, KEY_WIDTH, KEY_COLUMNS)
     share = tl.program_id(2) * tl.num_programs(0).to(tl.int64) * SIZE * batches + row
-    tl.store(decay_gradient + share * HEADS + head, from_the_end(of_total))
+    of_decay = from_the_end(of_inflow) + tl.cumsum(of_outflow, 0) - of_outflow + tl.sum(of_keep, 0) * keep
+    tl.store(decay_gradient + share * HEADS + head, of_decay)
     tl.store(step_gradient + share * HEADS + head, of_step)

@@ -73,7 +73,7 @@ class KernelPart(Part):
             **options,
             KEY_COLUMNS=key_columns,
             COLUMNS=STATE_COLUMNS,
-            num_warps=_warps(sizes.SIZE * key_columns),
+            num_warps=4,
         )
         columns = _columns(sizes.WIDTH, COLUMNS)
         compute_outputs[(self.chunks.count, heads, -(-sizes.WIDTH // columns))](
@@ -110,7 +110,7 @@ class KernelPart(Part):
             **options,
             KEY_COLUMNS=key_columns,
             COLUMNS=STATE_COLUMNS,
-            num_warps=_warps(sizes.SIZE * key_columns),
+            num_warps=256 // launch.LANES,
         )
         of_value = torch.empty_like(self.inputs.value, memory_format=torch.contiguous_format)
         key_columns = _columns(sizes.KEY_WIDTH, STATE_COLUMNS)
@@ -177,8 +177,3 @@ class KernelPart(Part):
 def _columns(width: int, most: int) -> int:
     """Return the columns of a tile of rows of this width."""
     return max(FEWEST, min(most, triton.next_power_of_2(width)))
-
-
-def _warps(elements: int) -> int:
-    """Return the warps for a tile of so many elements: 32 of each thread."""
-    return max(4, min(8, elements // (32 * launch.LANES)))

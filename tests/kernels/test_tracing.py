@@ -19,6 +19,7 @@ OUTSIDE = (
     "grouped",
     "compression",
     "short_convolution",
+    "recurrence",
 )  # what no network runs, or has traced
 
 

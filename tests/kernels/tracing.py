@@ -30,6 +30,7 @@ OUTSIDE = (
     "dropout",
     "grouped",
     "short_convolution",
+    "recurrence",
 )  # what no network runs, or has traced
 
 
