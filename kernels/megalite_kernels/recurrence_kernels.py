@@ -169,7 +169,7 @@ class KernelPart(Part):
             **sizes.options(),
             LEVELS=sizes.SIZE.bit_length() - 1,
             COLUMNS=_columns(max(sizes.KEY_WIDTH, sizes.WIDTH), COLUMNS),
-            num_warps=8,
+            num_warps=256 // launch.LANES,
         )
         return reads, added, solved
 
