@@ -218,6 +218,7 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         *halos: Tensor,
     ) -> Tensor:
+        """Compute the outputs of all segments."""
         ctx.save_for_backward(input, weight, bias, *halos)
         ctx.segments, ctx.silu, (compute, ctx.go_back) = segments, silu, forms
         return compute(input, weight, bias, segments, halos, silu)

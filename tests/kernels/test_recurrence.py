@@ -85,7 +85,7 @@ def test_cuts_between_chunks_change_no_bit(delta: bool) -> None:
 
 @pytest.mark.parametrize("delta", KINDS.values(), ids=KINDS)
 def test_segments_of_other_ranks_pass_states_on(delta: bool) -> None:
-    """With a scan, the reference computes maps and outputs of segments, and the kernels go back."""
+    """Forward with a scan is the reference, which has maps of segments; the kernels go back."""
     first, given = firsts(70, [40]), inputs(70, 0.1, Sizes(1, 1, 1, 16, 8), torch.bfloat16)
     own = segments(first, [0, 21, 70])
     assert_is_the_recurrence(given, first, delta, chunk=16, segments=own, scan=InOneProcess([0, 1]))
@@ -111,7 +111,7 @@ def test_a_state_enters_and_chunks_of_kernels_have_at_most_64_tokens(delta: bool
 
 
 def test_rounding_to_tf32_stays_within_that_of_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As tensor cores do, which the interpreter does not."""
+    """Round as tensor cores do, which the interpreter does not."""
     product = stock.InterpreterBuilder.create_dot
 
     def rounded(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
