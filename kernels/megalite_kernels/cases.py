@@ -41,6 +41,7 @@ from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.optimizer import update_
 from megalite_kernels.quantization import dequantize, quantize
+from megalite_kernels.recurrent_cases import recurrent_cases
 from megalite_kernels.rotary import rotary_embedding
 from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
@@ -391,6 +392,6 @@ def _dropouts() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(expert_cases, _compressions),
+        *(expert_cases, _compressions, recurrent_cases),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

@@ -48,6 +48,8 @@ class Chunks:
     Attributes:
         size: tokens in a chunk.
         count: number of chunks.
+        start: index in the sample of the segment's first token.
+        begin: that of the first chunk's first token.
     """
 
     def __init__(self, segment: Segment, size: int) -> None:
@@ -55,7 +57,7 @@ class Chunks:
         self.size = size
         self._segment = segment
         self._pads = tokens.start % size, -tokens.stop % size
-        self._begin = tokens.start - self._pads[0]
+        self.start, self.begin = tokens.start, tokens.start - self._pads[0]
         self.count = (len(tokens) + sum(self._pads)) // size
 
     def pad(self, input: Tensor) -> Tensor:
@@ -74,20 +76,26 @@ class Chunks:
         for start in range(0, self.count, most):
             yield slice(start, min(start + most, self.count))
 
+    def first(self) -> Tensor | None:
+        """Return `Segment.first` of whole chunks; what is added is of the documents beside it."""
+        first = self._segment.first
+        if first is None or not any(self._pads):
+            return first
+        before, after = self._pads
+        return torch.cat([first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)], dim=1)
+
     def documents(self, block: slice) -> Documents | None:
         """Return the relations of tokens and states of some chunks. None: the sample is one document.
 
         What stands before the segment's first token in its chunk counts as of the document of this token, and is not
         the document's begin: a state enters the segment, not the chunk.
         """
-        tokens, first = self._segment
-        if first is None:
+        padded = self.first()
+        if padded is None:
             return None
-        before, after = self._pads
-        padded = torch.cat([first[:, :1].expand(-1, before), first, first[:, -1:].expand(-1, after)], dim=1)
         chosen = padded[:, block.start * self.size : block.stop * self.size]
         of_chunk = chosen.unflatten(1, (-1, self.size)).transpose(0, 1).unsqueeze(2)
-        starts = [max(tokens.start, self._begin + i * self.size) for i in range(block.start, block.stop)]
+        starts = [max(self.start, self.begin + i * self.size) for i in range(block.start, block.stop)]
         inside = of_chunk >= torch.tensor(starts, device=of_chunk.device).view(-1, 1, 1, 1)
         return Documents(
             apart=of_chunk.unsqueeze(-1) != of_chunk.unsqueeze(-2),

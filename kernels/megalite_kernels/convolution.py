@@ -8,7 +8,7 @@ Both go through the tokens in blocks that a processor's cache can hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite_kernels.chunks import Segment
+from megalite_kernels.implementation import current
 from megalite_kernels.launch import chunk_elements
 
 
@@ -45,7 +46,12 @@ def short_convolution(
     segments = [Segment(range(len(input)), None)] if segments is None else segments
     if halos is None:
         halos = [input.new_zeros(weight.shape[1] - 1, *input.shape[1:])] * len(segments)
-    output: Tensor = _Convolution.apply(input, weight, bias, segments, silu, *halos)
+    forms: tuple[Callable[..., Tensor], Callable[..., Any]] = _forward_reference, _backward_reference
+    if current().runs_triton("short_convolution", input, weight, bias, *halos):
+        from megalite_kernels.convolution_kernels import launch_convolution, launch_convolution_backward
+
+        forms = launch_convolution, launch_convolution_backward
+    output: Tensor = _Convolution.apply(forms, input, weight, bias, segments, silu, *halos)
     return output
 
 
@@ -146,12 +152,65 @@ def _slope(input: Tensor) -> Tensor:
     return share * (1 + input * (1 - share))
 
 
+def _forward_reference(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Sequence[Segment],
+    halos: Sequence[Tensor],
+    silu: bool,
+) -> Tensor:
+    """Compute the outputs of all segments, block by block."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    factors = _wide(wide, weight, bias)
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    for segment, halo, own, target in zip(segments, halos, *_by_segment(segments, input, output), strict=True):
+        for block in _blocks(own, halo, segment, wide):
+            total = block.sum(*factors)
+            target[block.tokens] = _silu_(total) if silu else total
+    return output
+
+
+def _backward_reference(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    segments: Sequence[Segment],
+    halos: Sequence[Tensor],
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+    """Add up the gradients block by block, after the sums of the taps are computed again.
+
+    Returns:
+        The gradients of the input, the weight, the bias and the halos.
+    """
+    wide = torch.promote_types(input.dtype, torch.float32)
+    factors = _wide(wide, weight, bias)
+    grad_weight, grad_bias = torch.zeros_like(factors[0]), factors[0].new_zeros(len(weight))
+    of_halos, of_inputs = [], []
+    for segment, halo, own, incoming in zip(segments, halos, *_by_segment(segments, input, grad_output), strict=True):
+        grad_rows = own.new_zeros(len(halo) + len(own), *own.shape[1:], dtype=wide)
+        for block in _blocks(own, halo, segment, wide):
+            gradient = incoming[block.tokens].to(wide)
+            if silu:
+                gradient = gradient * _slope(block.sum(*factors))
+            block.add_gradients(gradient, factors[0], grad_rows, grad_weight)
+            grad_bias += gradient.sum(dim=(0, 1))
+        of_halo, of_input = grad_rows.to(input.dtype).split([len(halo), len(own)])
+        of_halos.append(of_halo)
+        of_inputs.append(of_input)
+    of_bias = None if bias is None else grad_bias.to(bias.dtype)
+    return torch.cat(of_inputs), grad_weight.t().to(weight.dtype), of_bias, of_halos
+
+
 class _Convolution(torch.autograd.Function):
-    """Convolution that saves only its inputs."""
+    """Convolution that saves only its inputs. `forms`: forward and backward, the references or launchers of kernels."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        forms: tuple[Callable[..., Tensor], Callable[..., Any]],
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -159,40 +218,17 @@ class _Convolution(torch.autograd.Function):
         silu: bool,
         *halos: Tensor,
     ) -> Tensor:
-        """Compute the outputs of all segments, block by block."""
+        """Compute the outputs of all segments."""
         ctx.save_for_backward(input, weight, bias, *halos)
-        ctx.segments, ctx.silu = segments, silu
-        wide = torch.promote_types(input.dtype, torch.float32)
-        factors = _wide(wide, weight, bias)
-        output = torch.empty_like(input, memory_format=torch.contiguous_format)
-        for segment, halo, own, target in zip(segments, halos, *_by_segment(segments, input, output), strict=True):
-            for block in _blocks(own, halo, segment, wide):
-                total = block.sum(*factors)
-                target[block.tokens] = _silu_(total) if silu else total
-        return output
+        ctx.segments, ctx.silu, (compute, ctx.go_back) = segments, silu, forms
+        return compute(input, weight, bias, segments, halos, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Add up the gradients block by block, after the sums of the taps are computed again."""
         input, weight, bias, *halos = ctx.saved_tensors
-        wide = torch.promote_types(input.dtype, torch.float32)
-        factors = _wide(wide, weight, bias)
-        grad_weight, grad_bias = torch.zeros_like(factors[0]), factors[0].new_zeros(len(weight))
-        grads: list[tuple[Tensor, ...]] = []
-        parts = _by_segment(ctx.segments, input, grad_output)
-        for segment, halo, own, incoming in zip(ctx.segments, halos, *parts, strict=True):
-            grad_rows = own.new_zeros(len(halo) + len(own), *own.shape[1:], dtype=wide)
-            for block in _blocks(own, halo, segment, wide):
-                gradient = incoming[block.tokens].to(wide)
-                if ctx.silu:
-                    gradient = gradient * _slope(block.sum(*factors))
-                block.add_gradients(gradient, factors[0], grad_rows, grad_weight)
-                grad_bias += gradient.sum(dim=(0, 1))
-            grads.append(grad_rows.to(input.dtype).split([len(halo), len(own)]))
-        of_halos, of_inputs = zip(*grads, strict=True)
-        of_bias = None if bias is None else grad_bias.to(bias.dtype)
-        return torch.cat(of_inputs), grad_weight.t().to(weight.dtype), of_bias, None, None, *of_halos
+        *grads, of_halos = ctx.go_back(grad_output, input, weight, bias, ctx.segments, halos, ctx.silu)
+        return None, *grads, None, None, *of_halos
 
 
 def _by_segment(segments: Sequence[Segment], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
