@@ -29,9 +29,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite_kernels.chunks import Segment
-from megalite_kernels.recurrence_segment import FromZero, Part, advance, parts_of, retreat
+from megalite_kernels.implementation import current
+from megalite_kernels.recurrence_segment import WIDEST, FromZero, Part, advance, retreat
 
 __all__ = ["Chain", "Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
+
+
+CHUNKS = (16, 32, 64)
+"""Tokens in a chunk of which a program of a kernel can hold the matrices."""
 
 
 class Scan(Protocol):
@@ -162,7 +167,7 @@ def _forward(
 ) -> Found:
     """Compute the segments one after another, or with a scan all from zero before the first state enters."""
     _, key, value, _, _ = inputs
-    parts, heads = parts_of(segments, inputs, chunk, delta), value.shape[1:3]
+    parts, heads = _parts_of(segments, inputs, chunk, delta), value.shape[1:3]
     states = [part.new(key.shape[3], value.shape[3]) for part in parts]
     last = torch.zeros_like(states[0][0]) if state is None else state.to(states[0].dtype).flatten(0, 1)
     outputs, of_maps = [], []
@@ -222,7 +227,7 @@ class _Recurrence(torch.autograd.Function):
         """Go back through the segments, from the last one to the first."""
         saved = ctx.saved_tensors  # a layer that is computed again unpacks them no second time
         inputs, rest = saved[:5], saved[5:]
-        parts, heads = parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
+        parts, heads = _parts_of(ctx.segments, inputs, ctx.chunk, ctx.delta), inputs[2].shape[1:3]
         count = len(parts)
         states, matrices, reaches = rest[:count], rest[count : 2 * count], rest[2 * count :]
         incoming = [
@@ -248,3 +253,27 @@ class _Recurrence(torch.autograd.Function):
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _parts_of(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[Part]:
+    """Cut the tokens of all segments into those of each."""
+    kind = Part
+    if _have_kernels(inputs, chunk):
+        chunk = min(chunk, CHUNKS[-1])
+        from megalite_kernels.recurrence_kernels import KernelPart as kind
+    lengths = [len(tokens) for tokens, _ in segments]
+    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
+    return [kind(segment, own, chunk, delta) for segment, own in of_segments]
+
+
+def _have_kernels(inputs: Sequence[Tensor], chunk: int) -> bool:
+    """Tell whether there are kernels for these inputs, and whether they run here."""
+    query, key, value, decay, step = inputs
+    return (
+        current().runs_triton("recurrence", *inputs)
+        and query.dtype == key.dtype == value.dtype != torch.float32 == decay.dtype == step.dtype
+        and decay.dim() == 3
+        and min(chunk, CHUNKS[-1]) in CHUNKS
+        and chunk % min(chunk, CHUNKS[-1]) == 0
+        and key.shape[3] <= WIDEST
+    )

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from megalite_kernels.channel_decay import prepare as prepare_by_channel
 from megalite_kernels.chunks import Chunks, Segment
-from megalite_kernels.implementation import current
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recurrence_block import Block, Inputs, go_back, prepare
 
-CHUNKS, WIDEST = (16, 32, 64), 128
-"""Tokens in a chunk, and the widest keys, of which a program of a kernel can hold the matrices."""
+WIDEST = 128
+"""Widest keys of which a program of a kernel can hold the matrices."""
 
 
 def advance(matrix: Tensor, offset: Tensor, state: Tensor) -> Tensor:
@@ -140,27 +139,3 @@ class FromZero:
             self._states[own] = advance(matrices, self._states[own], state)
             part.chunks.join(output, own, self._output[own] + self.reach[own] @ state)
         return part.chunks.cut(output)
-
-
-def parts_of(segments: Sequence[Segment], inputs: Sequence[Tensor], chunk: int, delta: bool) -> list[Part]:
-    """Cut the tokens of all segments into those of each."""
-    kind = Part
-    if _have_kernels(inputs, chunk):
-        chunk = min(chunk, CHUNKS[-1])
-        from megalite_kernels.recurrence_kernels import KernelPart as kind
-    lengths = [len(tokens) for tokens, _ in segments]
-    of_segments = zip(segments, zip(*(each.split(lengths) for each in inputs), strict=True), strict=True)
-    return [kind(segment, own, chunk, delta) for segment, own in of_segments]
-
-
-def _have_kernels(inputs: Sequence[Tensor], chunk: int) -> bool:
-    """Tell whether there are kernels for these inputs, and whether they run here."""
-    query, key, value, decay, step = inputs
-    return (
-        current().runs_triton("recurrence", *inputs)
-        and query.dtype == key.dtype == value.dtype != torch.float32 == decay.dtype == step.dtype
-        and decay.dim() == 3
-        and min(chunk, CHUNKS[-1]) in CHUNKS
-        and chunk % min(chunk, CHUNKS[-1]) == 0
-        and key.shape[3] <= WIDEST
-    )
