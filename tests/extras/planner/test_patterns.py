@@ -105,7 +105,7 @@ def test_activations_are_those_that_ranks_count(flags: str, run: Run) -> None:
 @pytest.mark.parametrize(
     ("letter", "projected", "inner", "state", "chunk"),
     [
-        ("M", 2 * 1024 + 2 * 4 * 64 + 16, 1024, 16 * 64 * 64, 128),
+        ("M", 2 * 1024 + 2 * 4 * 64 + 16, 1024, 16 * 64 * 64, 64),
         ("G", 2 * 256 + 2 * 512 + 2 * 8, 512, 8 * 64 * 64, 64),
     ],
 )
