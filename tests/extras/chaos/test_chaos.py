@@ -240,7 +240,9 @@ def test_the_program_tells_what_holds(tmp_path: Path) -> None:
     assert (found["trials"], found["hung"]) == (2, 0)
     assert found["occurred"] >= 1  # one is at a site; before the moment of the other a quick run may be over
     schedule = tmp_path / "out" / "schedule.json"
-    certain = [{"kind": "kill", "rank": 0, "site": "step", "call": 7}]  # a quick run may be over before the others
+    certain = [
+        {"kind": "kill", "rank": 0, "site": "step", "occurrence": 7}
+    ]  # a quick run may be over before the others
     schedule.write_text(json.dumps([*json.loads(schedule.read_text()), certain]))
     again = run_tool("chaos", "--sites-file", TOY, "--schedule", schedule, "--", *COMMAND, "--lie", "skip")
     assert again.code == 93, again.stdout + again.stderr
