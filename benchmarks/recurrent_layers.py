@@ -7,7 +7,8 @@
 - precision: the distance of a bf16 layer's output and gradients from those of a float64 layer with the same (rounded)
   weights over 4,096 tokens, and that of transformers' layer from its own in fp32, which computes its recurrence in fp32
   whatever the dtype is.
-- ranks: a layer under context parallelism, 2 and 4 ranks, against one: CPU time of all ranks together.
+- ranks: a layer under context parallelism, 2 and 4 ranks, by a scan and by a chain, against one: CPU time of all ranks
+  together.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta, GatedDeltaSizes
 from megalite.model.kimi_delta import KimiDelta, KimiDeltaSizes
 from megalite.model.mamba import Mamba, MambaSizes
-from megalite.parallel.context import ParallelContext
+from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
@@ -38,12 +39,14 @@ from megalite.parallel.sequence import SequenceLayout, zigzag
 
 HIDDEN, TOKENS = 256, 4096
 KINDS = ("mamba", "gated_delta", "kimi_delta")
+SCAN = AttentionWay()
+WAYS = {"scan": SCAN, "chain": AttentionWay(chains=True)}
 TARGETS = {"layers": 0.6, "ranks 2": 1.1, "ranks 4": 1.2}
 
 
-def own_layer(kind: str, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> nn.Module:
+def own_layer(kind: str, dtype: torch.dtype, mesh: ParallelMesh | None = None, way: AttentionWay = SCAN) -> nn.Module:
     """Return a layer with initial weights."""
-    context = ParallelContext(mesh or ParallelMesh(), dtype=dtype)
+    context = ParallelContext(mesh or ParallelMesh(), dtype=dtype, attention_ways=(way,))
     layer: nn.Module
     if kind == "mamba":
         layer = Mamba(context, "mamba", MambaSizes(HIDDEN, heads=8, groups=2, width=64, state=64))
@@ -150,9 +153,9 @@ def context_of(mesh: ParallelMesh) -> LayerContext:
     return LayerContext(None, None, {}, RandomKey(0, (0,)), layout, layout.runs)
 
 
-def own_step(kind: str, mesh: ParallelMesh) -> Step:
+def own_step(kind: str, mesh: ParallelMesh, way: AttentionWay = SCAN) -> Step:
     """Return forward and backward of a layer over this rank's tokens."""
-    layer, context = own_layer(kind, torch.float32, mesh), context_of(mesh)
+    layer, context = own_layer(kind, torch.float32, mesh, way), context_of(mesh)
     whole = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(0))
     hidden = context.layout.own(whole, 0).requires_grad_()
     gradient = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
@@ -205,10 +208,11 @@ def _ranks(rank: int, size: int, port: int, rounds: int, answers: Any) -> None:
     mesh = ParallelMesh(rank=rank, world_size=size, context_parallel_size=size)
     found = {}
     for kind in KINDS:
-        steps = {"one": own_step(kind, ParallelMesh()), "all": own_step(kind, mesh)}
+        steps = {"one": own_step(kind, ParallelMesh())}
+        steps |= {name: own_step(kind, mesh, way) for name, way in WAYS.items()}
         times = measure(steps, rounds, mesh)
         times["one"] = [seconds / size for seconds in times["one"]]  # all ranks ran one
-        found[kind] = ratios(times, "all", "one")
+        found |= {f"{kind}, {name}": ratios(times, name, "one") for name in WAYS}
     if rank == 0:
         answers.put(found)
     dist.barrier()
