@@ -97,6 +97,12 @@ def _updates(update: Callable[..., Tensor]) -> Functions:
     return {"adamw float32": update, "adamw bfloat16/float32": _with_parameters(update)}
 
 
+def _cut_quick_geglu(gate_up: Tensor, bias: Tensor) -> Tensor:
+    gate, up = (gate_up + bias).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
 PLAIN: Functions = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -108,6 +114,7 @@ PLAIN: Functions = {
     "swiglu": _gated(F.silu),
     "geglu": _gated(partial(F.gelu, approximate="tanh")),
     "exact_geglu": _gated(F.gelu),
+    "quick_geglu": _cut_quick_geglu,
     "rotary_embedding": _rotated,
     "sums_of_squares": _norm,
     **_updates(_fused_adamw),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megalite.extras.post_training.receivers import SGLangReceiver, VLLMReceiver
     from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
     from megalite.library.experts import Experts
+    from megalite.library.layer_kinds import register_layer
     from megalite.library.layers import (
         ColumnParallelLinear,
         ParallelAttention,
@@ -67,6 +68,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "gather_sequence",
     "receive_weights",
+    "register_layer",
     "split_sequence",
     "token_positions",
     "vocab_parallel_cross_entropy",
@@ -105,6 +107,7 @@ _MODULES = {
     "vocab_parallel_cross_entropy": "library.layers",
     "__version__": "version",
     "receive_weights": "extras.post_training.weight_link",
+    "register_layer": "library.layer_kinds",
 }
 _OTHER_NAMES = {"GPTConfig": "ModelConfig"}
 

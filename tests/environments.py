@@ -50,17 +50,19 @@ TESTED = (
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment `name`: a Python ("" is the one that runs this file) and a release of torch."""
+    """Environment `name`: a Python ("" is the one that runs this file), a torch, and packages of oracles."""
 
     name: str
     python: str
     torch: str
+    packages: tuple[str, ...] = ()
 
     @property
     def requirements(self) -> list[str]:
         """Return what pip installs: this torch, and what the project and its tests need."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        return [f"torch=={self.torch}", *(name for name in project if not name.startswith("torch")), *TOOLS]
+        others = (*(name for name in project if not name.startswith("torch")), *TOOLS, *self.packages)
+        return [f"torch=={self.torch}", *others]
 
     @property
     def folder(self) -> Path:
@@ -106,14 +108,16 @@ class Environment:
             SystemExit: one failed.
         """
         pytest = [self.interpreter, "-m", "pytest", "--numprocesses=2", "--dist=load", "--durations=5"]
-        command = [*pytest, "-m", "not slow and not slurm and not report", *TESTED]
-        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        commands = [[*pytest, "-m", "not slow and not slurm and not report", *TESTED]]
+        if self.packages:
+            commands.append([*pytest, "-m", "oracle", "tests/oracles"])
+        if any(subprocess.run(command, cwd=ROOT, check=False).returncode for command in commands):
             sys.exit(f"oracles: tests fail with Python {self.python or 'of the project'} and torch {self.torch}")
 
 
 ENVIRONMENTS = (
     Environment("oldest", "", "2.11.0"),
-    Environment("megatron", "3.12", "2.13.0"),  # megatron-core 0.19.2 needs Python 3.12
+    Environment("megatron", "3.12", "2.13.0", ("megatron-core==0.19.2",)),  # which needs Python 3.12
     Environment("newest", "3.13", "2.14.1"),
 )
 

@@ -2,9 +2,10 @@
 
 It imports nothing of megalite, and takes weights by global logical name:
 
-    layers.{i}.moe.router [experts, hidden]
+    layers.{i}.moe.router [experts, hidden]             ...router_bias [experts]
     layers.{i}.moe.gate_up [experts, 2, ffn, hidden] (gated) or moe.up [experts, ffn, hidden]    ...gate_up_bias|up_bias
     layers.{i}.moe.down [experts, hidden, ffn]                                                   ...down_bias
+    layers.{i}.moe.latent_down [latent, hidden], moe.latent_up [hidden, latent]: if there, experts have this width
     layers.{i}.moe.shared.gate_up|up|down, as of a dense feed-forward layer       layers.{i}.moe.shared_gate [1, hidden]
 
 Choices are made token by token in Python: sorted by descending score, then by ascending number.
@@ -22,6 +23,11 @@ from torch import Tensor
 
 SMALLEST_GAP = 1e-9
 """The choices of all layouts agree if the scores on both sides of each decision differ by more than rounding."""
+SEPARATE_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.log1p(logits.exp()).sqrt(),
+}
+"""Scores that do not depend on the logits of the other experts."""
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Inputs:
     bias: Tensor | None = None  # [experts]
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     replayed: Tensor | None = None  # [batch, sequence, topk], -1 for the router's choice
+    offset: Tensor | None = None  # [experts], of quantile balancing
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Experts:
     """Options of the layers with experts; names and meaning are Megatron-LM's."""
 
     topk: int
-    score: str = "softmax"  # of the chosen; "pre_softmax": of all; or "sigmoid"
+    score: str = "softmax"  # of the chosen; "pre_softmax": of all; "sigmoid"; or "sqrtsoftplus"
     scaling: float = 1.0
     groups: tuple[int, int, int] | None = None  # their number, how many are chosen, how many scores make a group's
     capacity_factor: float | None = None
@@ -58,6 +65,7 @@ class Experts:
     losses: Mapping[str, float] = field(default_factory=dict)  # coefficients by kind
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    quantile_ema: float | None = None  # share of the old offset; None: no quantile balancing
     evened_samples: int | None = None  # of a micro-batch, among whose tokens Sinkhorn's iteration evens choices out
 
     def layer(
@@ -73,17 +81,18 @@ class Experts:
 
         `activate`: maps [..., 2, ffn] (gated) or [..., ffn] to [..., ffn].
         """
-        logits = F.linear(hidden, weights[name + "router"])
+        logits = F.linear(hidden, weights[name + "router"], weights.get(name + "router_bias"))
         batch, sequence, experts = logits.shape
         bias, replayed = inputs.bias, inputs.replayed
         real = torch.ones(batch, sequence, dtype=torch.bool) if inputs.padding is None else ~inputs.padding
         scores, shares = logits.softmax(-1), logits.softmax(-1)
         if self.score == "softmax":
             scores = logits
-        elif self.score == "sigmoid":
-            scores = logits.sigmoid()
+        elif self.score in SEPARATE_SCORES:
+            scores = SEPARATE_SCORES[self.score](logits)
             shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-        choices = scores
+        choices = logits if inputs.offset is None else logits - inputs.offset.to(logits.dtype)
+        choices = scores if self.quantile_ema is None else choices
         if self.evened_samples is not None:
             choices = logits.detach().clone()
             for micro_batch in torch.arange(batch).split(self.evened_samples):
@@ -106,7 +115,7 @@ class Experts:
                 elif self.score == "pre_softmax":
                     of_chosen = scores[b, s, chosen]
                 else:
-                    of_chosen = of_chosen.sigmoid()
+                    of_chosen = SEPARATE_SCORES[self.score](of_chosen)
                     if self.topk > 1:
                         of_chosen = of_chosen / (of_chosen.sum() + 1e-20)
                 weight[b, s] = weight[b, s].index_add(0, torch.tensor(chosen), of_chosen * self.scaling)
@@ -121,6 +130,9 @@ class Experts:
                         takers.sort(key=lambda s: (-weight[b, s, e].item(), s))
                     kept[b, takers[capacity:], e] = 0.0
         records[name] = Record(logits, shares * real[..., None], by_score, routed, kept, real.to(logits.dtype))
+        latent = name + "latent_down" in weights
+        if latent:
+            hidden = F.linear(hidden, weights[name + "latent_down"], weights.get(name + "latent_down_bias"))
         output = torch.zeros_like(hidden)
         gated = name + "gate_up" in weights
         up_name = name + ("gate_up" if gated else "up")
@@ -133,6 +145,8 @@ class Experts:
             if name + "down_bias" in weights:
                 of_expert = of_expert + weights[name + "down_bias"][e]
             output = output + (weight * kept)[..., e : e + 1] * of_expert
+        if latent:
+            output = F.linear(output, weights[name + "latent_up"], weights.get(name + "latent_up_bias"))
         return output
 
     def choose(self, scores: Sequence[float]) -> list[int]:
@@ -179,6 +193,29 @@ class Experts:
         """Return the bias after a step, in its dtype: higher for experts with fewer tokens than the mean."""
         counts = record.kept.sum((0, 1))
         return bias + self.bias_rate * (counts.mean() - counts).sign().to(bias.dtype)
+
+    def next_offset(self, offset: Tensor, record: Record) -> Tensor:
+        """Return the offset of quantile balancing after a step, in its dtype.
+
+        Numbers of samples are rounded to multiples of 2^-32, as megalite does, so that their sum has one value.
+        """
+        assert self.quantile_ema is not None
+        experts, of_samples = len(offset), []
+        for logits, real in zip(record.logits.detach().tolist(), record.real.tolist(), strict=True):
+            tokens = [row for row, counts in zip(logits, real, strict=True) if counts]
+            if not tokens:
+                continue
+            less = [[z - off for z, off in zip(row, offset.tolist(), strict=True)] for row in tokens]
+            bars = [sorted(row)[-1 - self.topk] for row in less]
+            share = len(tokens) * self.topk // experts
+            excess = [[row[e] - bar for row, bar in zip(tokens, bars, strict=True)] for e in range(experts)]
+            of_samples.append([round(sorted(of_expert)[-1 - share] * 2**32) / 2**32 for of_expert in excess])
+        if not of_samples:
+            return offset
+        sums = [math.fsum(column) for column in zip(*of_samples, strict=True)]
+        means = torch.tensor(sums, dtype=torch.float64) / len(of_samples)
+        moved = self.quantile_ema * offset.double() + (1 - self.quantile_ema) * means
+        return (moved - moved.mean()).to(offset.dtype)
 
 
 def even_choices(logits: Sequence[Sequence[float]]) -> list[list[float]]:

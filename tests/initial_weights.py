@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 65536
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
 
 
 def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
@@ -28,6 +29,22 @@ def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
         blocks.append(torch.randn(min(step, rows - start), width, generator=generator))
     return (torch.cat(blocks) * std).view(shape)
+
+
+def even(name: str, shape: tuple[int, ...], then: str, low: float, high: float, seed: int) -> Tensor:
+    """Values drawn evenly, whole, by a generator seeded by "seed/name", fp32.
+
+    "logarithm" takes theirs; "step" takes them as logarithms of what a softplus gives, at least 1e-4, and inverts it.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+    values = torch.rand(shape, generator=generator) * (high - low) + low
+    if then == "logarithm":
+        return values.log()
+    if then == "step":
+        steps = values.exp().clamp(min=1e-4)
+        return steps + torch.log(-torch.expm1(-steps))
+    return values
 
 
 @dataclass(frozen=True)
@@ -50,23 +67,37 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    norm_over_heads: bool = False  # of queries and keys
+    output_gate: bool = False
+    sinks: bool = False
     expert_layers: tuple[int, ...] = ()
     experts: int = 0
     expert_ffn: int = 0
     shared_ffn: int = 0
     shared_gate: bool = False
-    pattern: str | None = None  # a letter a layer; `expert_layers` then counts those that are not attention
+    latent: int = 0  # width of the routed experts' rows, if it is another than `hidden`
+    pattern: str | None = None  # a letter a layer; `expert_layers` then counts the feed-forward layers
+    mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # heads, groups, width, state, taps
+    delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # key heads, heads, key width, value width, taps
+    convolution: tuple[int, bool] = (0, False)  # taps of a short convolution, and whether it has biases
+    kimi: tuple[int, int, int, float | None] = (0, 0, 0, None)  # heads, width, taps, bound of the decay
+    router_bias: bool = False
 
     @property
     def halves(self) -> tuple[int, int]:
         """Numbers of attention layers and of feed-forward layers."""
         if self.pattern is None:
             return self.layers, self.layers
-        return self.pattern.count("*"), len(self.pattern) - self.pattern.count("*")
+        return self.pattern.count("*"), self.pattern.count("-") + self.pattern.count("E")
+
+    @property
+    def small(self) -> float:
+        """Standard deviation of what adds to the residual."""
+        return self.std / math.sqrt(sum(self.halves) if self.pattern is None else len(self.pattern))
 
     def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
-        small = self.std / math.sqrt(sum(self.halves))
+        small = self.small
         found = {"embedding.word": ((self.vocabulary, self.hidden), self.std)}
         if self.positions:
             found["embedding.position"] = ((self.positions, self.hidden), self.std)
@@ -77,6 +108,10 @@ class Network:
             attention = f"layers.{layer}.attention."
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            if self.sinks:
+                found[attention + "sink"] = (self.heads,), self.std
+            if self.output_gate:
+                found[attention + "gate"] = found[attention + "query"]
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
         for layer in range(feed_forwards):
             mlp = f"layers.{layer}.mlp."
@@ -85,19 +120,88 @@ class Network:
                 continue
             moe = f"layers.{layer}.moe."
             found[moe + "router"] = ((self.experts, self.hidden), self.std)
-            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn)
+            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn, self.latent or self.hidden)
+            if self.latent:
+                found[moe + "latent_down"] = ((self.latent, self.hidden), self.std)
+                found[moe + "latent_up"] = ((self.hidden, self.latent), small)
+            if self.router_bias:
+                found[moe + "router_bias"] = (self.experts,), self.std
             if self.shared_ffn:
                 found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
             if self.shared_gate:
                 found[moe + "shared_gate"] = ((1, self.hidden), self.std)
+        heads, groups, width, state, _ = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            name = f"layers.{layer}.mamba."
+            for part, shape in (("z", (heads, width)), ("x", (heads, width)), ("B", (groups, state))):
+                found[name + part] = ((*shape, self.hidden), self.std)
+            found[name + "C"], found[name + "dt"] = found[name + "B"], ((heads, self.hidden), self.std)
+            found[name + "output"] = ((self.hidden, heads, width), small)
+        keys, heads, width, wide, _ = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            name = f"layers.{layer}.gated_delta."
+            for part, shape in (("query", (keys, width)), ("value", (heads, wide)), ("beta", (heads,))):
+                found[name + part] = ((*shape, self.hidden), self.std)
+            found[name + "key"], found[name + "z"] = found[name + "query"], found[name + "value"]
+            found[name + "alpha"] = found[name + "beta"]
+            found[name + "output"] = ((self.hidden, heads, wide), small)
+        for layer in range((self.pattern or "").count("L")):
+            name = f"layers.{layer}.short_convolution."
+            found |= {name + part: ((self.hidden, self.hidden), self.std) for part in ("B", "C", "x")}
+            found[name + "output"] = ((self.hidden, self.hidden), small)
+        heads, width, _, _ = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            name = f"layers.{layer}.kimi_delta."
+            found |= {name + part: ((heads, width, self.hidden), self.std) for part in ("query", "key", "value")}
+            found[name + "beta"] = ((heads, self.hidden), self.std)
+            for part in ("decay", "gate"):
+                found[f"{name}{part}_a"] = ((width, self.hidden), self.std)
+                found[f"{name}{part}_b"] = ((heads, width, width), self.std)
+            found[name + "output"] = ((self.hidden, heads, width), small)
         return found
 
-    def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
-        inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
-        small = self.std / math.sqrt(sum(self.halves))
+    def uniform(self) -> dict[str, tuple[tuple[int, ...], str, float, float]]:
+        """Shapes of what is drawn evenly between two numbers, whole: what is then done with it, and the two."""
+        found: dict[str, tuple[tuple[int, ...], str, float, float]] = {}
+        heads, groups, width, state, taps = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            name, bound = f"layers.{layer}.mamba.", taps**-0.5
+            for part, shape in (("x", (heads, width)), ("B", (groups, state)), ("C", (groups, state))):
+                found[f"{name}conv_{part}"] = ((*shape, taps), "", -bound, bound)
+                found[f"{name}conv_{part}_bias"] = (shape, "", -bound, bound)
+            found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
+            found[name + "dt_bias"] = ((heads,), "step", math.log(1e-3), math.log(1e-1))
+        keys, heads, width, wide, taps = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            name, bound = f"layers.{layer}.gated_delta.", taps**-0.5
+            for part, shape in (("query", (keys, width)), ("key", (keys, width)), ("value", (heads, wide))):
+                found[f"{name}conv_{part}"] = ((*shape, taps), "", -bound, bound)
+            found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
+        taps, biases = self.convolution
+        for layer in range((self.pattern or "").count("L")):
+            name, bound = f"layers.{layer}.short_convolution.", taps**-0.5
+            found[name + "conv"] = ((self.hidden, taps), "", -bound, bound)
+            if biases:
+                found[name + "conv_bias"] = ((self.hidden,), "", -bound, bound)
+        heads, width, taps, least = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            name, bound = f"layers.{layer}.kimi_delta.", taps**-0.5
+            for part in ("query", "key", "value"):
+                found[f"{name}conv_{part}"] = ((heads, width, taps), "", -bound, bound)
+            found[name + "dt_bias"] = ((heads, width), "step", math.log(1e-3), math.log(1e-1))
+            if least is None:
+                found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
+        return found
+
+    def _feed_forward(
+        self, name: str, several: tuple[int, ...], ffn: int, hidden: int | None = None
+    ) -> dict[str, tuple[tuple[int, ...], float]]:
+        hidden = self.hidden if hidden is None else hidden
+        inner = (2, ffn, hidden) if self.gated else (ffn, hidden)
+        small = self.small
         return {
             name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
-            name + "down": ((*several, self.hidden, ffn), small),
+            name + "down": ((*several, hidden, ffn), small),
         }
 
     def _feed_forward_biases(
@@ -125,6 +229,8 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                if self.output_gate:
+                    found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden
@@ -136,8 +242,34 @@ class Network:
                 found |= self._feed_forward_biases(name + "moe.", (self.experts,), self.expert_ffn)
                 if self.shared_ffn:
                     found |= self._feed_forward_biases(name + "moe.shared.", (), self.shared_ffn)
+        heads, _, inner, _, _ = self.mamba
+        for layer in range((self.pattern or "").count("M")):
+            norms |= dict.fromkeys([f"layers.{layer}.mamba_norm"], self.hidden)
+            found[f"layers.{layer}.mamba.D"] = (heads,), 1.0
+            found[f"layers.{layer}.mamba.norm.weight"] = (heads, inner), 1.0
+        _, heads, _, wide, _ = self.delta
+        for layer in range((self.pattern or "").count("G")):
+            norms |= dict.fromkeys([f"layers.{layer}.gated_delta_norm"], self.hidden)
+            found[f"layers.{layer}.gated_delta.dt_bias"] = (heads,), 1.0
+            found[f"layers.{layer}.gated_delta.norm.weight"] = (wide,), 1.0
+        for layer in range((self.pattern or "").count("L")):
+            norms |= dict.fromkeys([f"layers.{layer}.short_convolution_norm"], self.hidden)
+            for part in ("B", "C", "x", "output") if self.convolution[1] else ():
+                found[f"layers.{layer}.short_convolution.{part}_bias"] = (self.hidden,), 0.0
+        heads, width, _, least = self.kimi
+        for layer in range((self.pattern or "").count("K")):
+            norms |= dict.fromkeys([f"layers.{layer}.kimi_delta_norm"], self.hidden)
+            found[f"layers.{layer}.kimi_delta.norm.weight"] = (width,), 1.0
+            if least is not None:
+                found[f"layers.{layer}.kimi_delta.A_log"] = (heads,), 0.0
+        for kind in RECURRENT if self.sandwich else ():
+            for layer in range((self.pattern or "").count(kind)):
+                norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden
         for name, width in norms.items():
-            found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
+            shape: tuple[int, ...] = (width,)
+            if self.norm_over_heads and name.endswith(("query_norm", "key_norm")):
+                shape = (self.heads if name.endswith("query_norm") else self.groups, width)
+            found[name + ".weight"] = shape, 0.0 if self.around_one else 1.0
             if self.centered:
                 found[name + ".bias"] = (width,), 0.0
         return found
@@ -145,6 +277,8 @@ class Network:
     def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:
         """Return initial weights by logical name. `noise`: deviation of noise added to constants, by the same rule."""
         values = {name: draw(name, shape, std, seed).to(dtype) for name, (shape, std) in self.drawn().items()}
+        for name, (shape, then, low, high) in self.uniform().items():
+            values[name] = even(name, shape, then, low, high, seed).to(dtype)
         for name, (shape, value) in self.constant().items():
             values[name] = torch.full(shape, value, dtype=dtype).add_(draw(name, shape, noise, seed))
         return values

@@ -33,15 +33,19 @@ def orthogonalized(matrix: Tensor, steps: tuple[tuple[float, float, float], ...]
 def matrices(name: str, tensor: Tensor) -> Tensor | None:
     """The matrices that the mathematics names, [matrices, rows, columns]; None for vectors and tables."""
     kind = name.split(".")[-1]
+    if name.split(".")[2:3] in (["mamba"], ["gated_delta"], ["kimi_delta"], ["short_convolution"]):
+        if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight") or kind.endswith("_bias"):
+            return None
+        return tensor.flatten(1).unsqueeze(0) if kind == "output" else tensor.flatten(0, -2).unsqueeze(0)
     if kind == "key_value":
         return tensor.transpose(0, 1).flatten(1, 2)
-    if kind == "query":
+    if kind in ("query", "gate"):
         return tensor.flatten(0, 1).unsqueeze(0)
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)
     if kind == "gate_up":
         return tensor.flatten(0, -3)
-    if kind in ("up", "down", "router"):
+    if kind in ("up", "down", "router", "latent_down", "latent_up"):
         return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
     return None
 

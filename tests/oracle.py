@@ -7,13 +7,15 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
+    layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
+    layers.{i}.attention.sink [heads] (learned sinks only)
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
     layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -32,11 +34,15 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
+from tests.mixers_oracle import Mixers
+from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
     int | None, int | None
 ]  # numbers in the names of a layer's attention and feed-forward; None: it has none
+RECURRENT = {"M": "mamba", "G": "gated_delta", "L": "short_convolution", "K": "kimi_delta"}
+"""Letters of layers that are not halves of a GPT's block."""
 
 
 @dataclass(frozen=True)
@@ -47,43 +53,37 @@ class Routing:
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
+    offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Oracle:
+class Oracle(Rotary):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
-    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
+    glu_offset: float = 0.0  # of the up projection
+    glu_limit: float = math.inf  # of the gate from above, and of the up projection on both sides
+    off_by_one: bool = False  # a softmax with one more logit, 0, that has no value
+    unrotated: tuple[int, ...] = ()  # numbers of the layers, or letters, without rotary positions
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what each layer adds
+    logit_divisor: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
     score_cap: float = math.inf
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
-    position_embedding_type: str = "learned_absolute"  # rope, yarn or none
-    rotary_base: float = 10000.0
-    window_rotary_base: float | None = None  # of layers with a window, which then know of no scaling
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False  # a pair is of neighbours
-    interpolation: float = 1.0  # rotary angles are divided by it
-    use_rope_scaling: bool = False  # Llama 3's
-    rope_scaling_factor: float = 8.0
-    rope_scaling_turns: tuple[float, float] = (1.0, 4.0)  # over the original context
-    rope_scaling_original: int = 8192
-    yarn_factor: float = 1.0
-    yarn_original: int = 4096
-    yarn_turns: tuple[float, float] = (1.0, 32.0)
-    yarn_whole_pairs: bool = True
-    yarn_mscales: tuple[float, float] = (1.0, 0.0)
-    yarn_attention_factor: float | None = None
     experts: Experts | None = None  # of the layers with a router
-    pattern: str | None = None  # a letter a layer: * attention, - or E feed-forward; None: both halves in each
+    pattern: str | None = (
+        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+    )
+    mixers: Mixers = field(default_factory=Mixers)
 
     def logits(
         self,
@@ -107,16 +107,23 @@ class Oracle:
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         hidden = dropout.embedding(hidden)
-        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        layers = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("layers.")), default=-1)
         halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
-        for layer, window in zip(halves, self.windows or [None] * len(halves), strict=True):
+        for place, (layer, window) in enumerate(zip(halves, self.windows or [None] * len(halves), strict=True)):
+            if self.pattern is not None and (letter := self.pattern[place]) in RECURRENT:
+                number = self.pattern[:place].count(letter)
+                hidden = self.recurrent(weights, letter, number, hidden, document_ids, dropout)
+                continue
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
             near = visible if window is None else visible & (apart < window)
             base = self.window_rotary_base
             model = self if window is None or base is None else self.in_windows(base)
+            if place in self.unrotated:
+                model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
-        return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
+        logits = F.linear(hidden, weights.get("output", weights["embedding.word"])) / self.logit_divisor
+        return capped(logits, self.logit_cap)
 
     def in_windows(self, rotary_base: float) -> Oracle:
         """Return the oracle for layers with a window, if these have another rotary base."""
@@ -141,7 +148,7 @@ class Oracle:
             attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
             if layer + "attention_output_norm.weight" in weights:
                 attended = self.norm(weights, layer + "attention_output_norm", attended)
-            hidden = hidden + dropout.attended(number, attended)
+            hidden = hidden + self.residual_scale * dropout.attended(number, attended)
         if (number := halves[1]) is not None:
             layer = f"layers.{number}."
             normed = self.norm(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
@@ -151,15 +158,28 @@ class Oracle:
                 transformed = self.mlp(weights, layer + "mlp.", normed)
             if layer + "mlp_output_norm.weight" in weights:
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
-            hidden = hidden + dropout.transformed(number, transformed)
+            hidden = hidden + self.residual_scale * dropout.transformed(number, transformed)
         return hidden
 
+    def recurrent(
+        self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
+    ) -> Tensor:
+        """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
+        layer, kind = f"layers.{number}.", RECURRENT[letter]
+        normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
+        mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
+        if f"{layer}{kind}_output_norm.weight" in weights:
+            mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
+        dropped = dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
+        return hidden + self.residual_scale * dropped
+
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Over the last dimensions, as many as the weight has."""
         weight, bias = weights[name + ".weight"] + float(self.norm_around_one), weights.get(name + ".bias")
         if self.normalization == "LayerNorm":
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
+        over = tuple(range(-weight.dim(), 0))
+        return hidden * torch.rsqrt(hidden.pow(2).mean(over, keepdim=True) + self.norm_epsilon) * weight
 
     def attention(
         self,
@@ -176,63 +196,22 @@ class Oracle:
         key, value = project(weights, name + "key_value", hidden).unbind(-2)  # [batch, sequence, groups, head_dim]
         if name + "query_norm.weight" in weights:
             query = self.norm(weights, name + "query_norm", query)
-            key = self.norm(weights, name + "key_norm", key)
+            key = self.norm(weights, name + "key_norm", key)  # over all heads together if its weight has two axes
         if self.position_embedding_type in ("rope", "yarn"):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
         scores = capped(scores, self.score_cap)
-        probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        scores = scores.masked_fill(~visible, -math.inf)
+        if self.off_by_one or name + "sink" in weights:
+            sink = weights.get(name + "sink", scores.new_zeros(heads))
+            scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+        probabilities = torch.softmax(scores, dim=-1)[..., : visible.shape[-1]]
         context = torch.einsum("bhqk,bkhd->bqhd", dropped(probabilities), value)
+        if name + "gate" in weights:
+            context = context * torch.sigmoid(project(weights, name + "gate", hidden))
         output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
         return output + weights.get(name + "output_bias", 0)
-
-    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotary positions: dimension i of the rotated part turns with i + half or, interleaved, 2i with 2i + 1."""
-        half = int(states.shape[-1] * self.rotary_percent) // 2
-        angles = positions[..., None, None].double() * self.rotary_frequencies(half)
-        amplitude = self.rotary_amplitude()
-        cosine, sine = (amplitude * angles.cos()).to(states.dtype), (amplitude * angles.sin()).to(states.dtype)
-        if self.rotary_interleaved:
-            plane = torch.view_as_complex(states[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
-            turned = torch.view_as_real(plane * torch.complex(cosine, sine)).flatten(-2)
-            return torch.cat((turned, states[..., 2 * half :]), dim=-1)
-        first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
-        return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
-
-    def rotary_frequencies(self, half: int) -> Tensor:
-        """Radians a position, `[half]`; Llama 3 stretches the wavelengths that 8192 positions saw less than 4 times."""
-        frequencies = self.rotary_base ** -(torch.arange(half, dtype=torch.float64) / half)
-        if self.position_embedding_type == "yarn":
-            return torch.stack([self.yarn_frequency(pair, half) for pair in frequencies.unbind()])
-        if not self.use_rope_scaling:
-            return frequencies / self.interpolation
-        turns, (low, high) = self.rope_scaling_original * frequencies / (2 * math.pi), self.rope_scaling_turns
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # none below one turn, all from four turns on
-        return frequencies * (kept + (1 - kept) / self.rope_scaling_factor)
-
-    def yarn_frequency(self, frequency: Tensor, half: int) -> Tensor:
-        """YaRN (arXiv:2309.00071, 3.2) as published in code: a ramp over the numbers of the pairs, here found back from
-        their frequencies, base^(-pair / half), between those that turn so many times over the original context."""
-
-        def pair_of(frequency: float) -> float:
-            return -half * math.log(frequency) / math.log(self.rotary_base)
-
-        slow, fast = (pair_of(2 * math.pi * turns / self.yarn_original) for turns in self.yarn_turns)
-        if self.yarn_whole_pairs:
-            slow, fast = math.ceil(slow), math.floor(fast)
-        slow, fast = min(slow, 2 * half - 1), max(fast, 0)
-        if slow == fast:
-            slow += 0.001
-        divided = min(max((pair_of(frequency.item()) - fast) / (slow - fast), 0.0), 1.0)
-        return (1 - divided) * frequency + divided * frequency / self.yarn_factor
-
-    def rotary_amplitude(self) -> float:
-        """YaRN's factor on queries and keys (arXiv:2309.00071, 3.4)."""
-        if self.position_embedding_type != "yarn":
-            return 1.0
-        above, below = (0.1 * mscale * math.log(self.yarn_factor) + 1 for mscale in self.yarn_mscales)
-        return above / below if self.yarn_attention_factor is None else self.yarn_attention_factor
 
     def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """The feed-forward half of a layer."""
@@ -243,13 +222,16 @@ class Oracle:
         """The activation of `[..., 2, ffn]` with a gate, else of `[..., ffn]`."""
         if self.activation.endswith("glu"):
             gate, up = up.unbind(-2)
-            return ACTIVATIONS[self.activation](gate) * up
+            up = up.clamp(-self.glu_limit, self.glu_limit) + self.glu_offset
+            return ACTIVATIONS[self.activation](gate.clamp(max=self.glu_limit)) * up
         return ACTIVATIONS[self.activation](up)
 
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        inputs = Inputs(
+            routing.biases.get(name), routing.padding, routing.replayed.get(name), routing.offsets.get(name)
+        )
         output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output
@@ -264,14 +246,18 @@ ACTIVATIONS = {
     "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and the rest together."""
-    counts = [pattern[:place].count("*") for place in range(len(pattern))]
-    return [(n, None) if pattern[place] == "*" else (None, place - n) for place, n in enumerate(counts)]
+    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
+    before = [pattern[:place] for place in range(len(pattern))]
+    return [
+        (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)
+        for letter, text in zip(pattern, before, strict=True)
+    ]
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

@@ -107,7 +107,9 @@ def scores(case: Case) -> int:
     samples = config.training.micro_batch_size * parallel.data_parallel_size(case.gpus)
     count = (config.training.global_batch_size or samples) // samples
     *_, last = orders_of(SCHEDULES[schedule_name(chunks, parallel)], stages, count, None)
-    layers = [stage_layers(config.model, parallel)[stage].layers for stage in stages.of_rank(stages.ranks - 1)]
+    own = [stage_layers(config.model, parallel)[stage] for stage in stages.of_rank(stages.ranks - 1)]
+    specs = [config.model.layers[each.first_layer : each.first_layer + each.layers] for each in own]
+    layers = [sum(spec.mixer == "attention" for spec in of_stage) for of_stage in specs]
     most = max(sum(map(int.__mul__, moment, layers)) for moment in in_flight(last))
     heads = config.model.num_attention_heads // parallel.tensor_model_parallel_size
     each = config.training.micro_batch_size * heads * length**2 // parallel.context_parallel_size
@@ -131,6 +133,8 @@ def layers_of(case: Case) -> str:
     """Return whose layers a case has, or that its optimizer is Muon."""
     if case.config.optimizer.optimizer == "muon":
         return "Muon"
+    if case.config.model.hybrid_layer_pattern is not None:
+        return "patterns with Mamba-2"
     if "--moe-grouped-gemm" in case.flags:
         return "layers with experts, grouped products"
     if case.config.model.num_experts is not None:

@@ -35,6 +35,10 @@ def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, t
         below, above = tl.sigmoid(twice), tl.sigmoid(-twice)
         value = x * below
         slope = below + value * above * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif FUNCTION == "quick_gelu":
+        below, above = tl.sigmoid(1.702 * x), tl.sigmoid(-1.702 * x)
+        value = x * below
+        slope = below + 1.702 * value * above
     else:
         tl.static_assert(FUNCTION == "silu", "no kernel computes this activation")
         below, above = tl.sigmoid(x), tl.sigmoid(-x)
@@ -53,6 +57,17 @@ def _load_with_bias(
     return x
 
 
+@triton.jit
+def _limited(x: tl.tensor, LIMIT: tl.constexpr, BOTH: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the numbers cut at the limit, and where they were beyond it. BOTH: also at its negative."""
+    beyond = x > LIMIT
+    cut = tl.where(beyond, LIMIT, x)  # tl.minimum would drop NaN
+    if BOTH:
+        beyond = beyond | (x < -LIMIT)
+        cut = tl.where(x < -LIMIT, -LIMIT, cut)
+    return cut, beyond
+
+
 @triton.jit(do_not_specialize=["rows"])
 def activate(
     input: tl.tensor,
@@ -62,6 +77,8 @@ def activate(
     stride: tl.tensor,
     FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -70,9 +87,15 @@ def activate(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    value, _ = _value_and_slope(_load_with_bias(input, bias, row, column, stride, inside), FUNCTION)
+    x = _load_with_bias(input, bias, row, column, stride, inside)
+    if LIMIT is not None:
+        x, _ = _limited(x, LIMIT, False)
+    value, _ = _value_and_slope(x, FUNCTION)
     if GATED:
-        value *= _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+        up = _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+        if LIMIT is not None:
+            up, _ = _limited(up, LIMIT, True)
+        value *= up if OFFSET is None else up + OFFSET
     tl.store(output + row[:, None] * WIDTH + column[None, :], value.to(output.dtype.element_ty), mask=inside)
 
 
@@ -88,6 +111,8 @@ def activate_backward(
     stride: tl.tensor,
     FUNCTION: tl.constexpr,
     GATED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -106,11 +131,20 @@ def activate_backward(
         row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         g = tl.load(gradient + row[:, None] * gradient_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(_load_with_bias(input, bias, row, column, stride, inside), FUNCTION)
+        x = _load_with_bias(input, bias, row, column, stride, inside)
+        if LIMIT is not None:
+            x, beyond = _limited(x, LIMIT, False)
+        value, slope = _value_and_slope(x, FUNCTION)
+        if LIMIT is not None:
+            slope = tl.where(beyond, 0.0, slope)
         place = input_gradient + row[:, None] * width + column[None, :]
         if GATED:
             up_gradient = g * value
-            g *= _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+            up = _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+            if LIMIT is not None:
+                up, beyond = _limited(up, LIMIT, True)
+                up_gradient = tl.where(beyond, 0.0, up_gradient)
+            g *= up if OFFSET is None else up + OFFSET
             tl.store(place + WIDTH, up_gradient.to(input_gradient.dtype.element_ty), mask=inside)
             up_sum += up_gradient
         g *= slope
@@ -130,7 +164,15 @@ class Activation(torch.autograd.Function):
     """An activation that saves only the input and the bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        bias: Tensor | None,
+        function: str,
+        gated: bool,
+        limit: float | None,
+        offset: float | None,
+    ) -> Tensor:
         """Return the output [..., width], where width is half of the input's with a gate."""
         flat, width = as_rows(input), input.shape[-1] // (1 + gated)
         rows, shape = flat.shape[0], tile(width, largest=COLUMNS)
@@ -138,15 +180,15 @@ class Activation(torch.autograd.Function):
         if rows:
             activate[(-(-rows // shape.rows), -(-width // shape.columns))](
                 *(flat, None if bias is None else bias.contiguous(), output, rows, flat.stride(0)),
-                *(function, gated, width, shape.rows, shape.columns),
+                *(function, gated, limit, offset, width, shape.rows, shape.columns),
                 num_warps=shape.warps,
             )
         ctx.save_for_backward(input, bias)
-        ctx.function, ctx.gated = function, gated
+        ctx.constants = function, gated, limit, offset
         return output.view(*input.shape[:-1], width)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the bias. Sums for the bias are in fp32, one row per program."""
         input, bias = ctx.saved_tensors
         flat, gradient = as_rows(input), as_rows(gradients[0])
@@ -160,8 +202,8 @@ class Activation(torch.autograd.Function):
         input_gradient = torch.empty(flat.shape, dtype=input.dtype, device=input.device)
         activate_backward[(programs, blocks)](
             *(gradient, flat, None if bias is None else bias.contiguous(), input_gradient, sums),
-            *(rows, gradient.stride(0), flat.stride(0), ctx.function, ctx.gated, width, shape.rows, shape.columns),
+            *(rows, gradient.stride(0), flat.stride(0), *ctx.constants, width, shape.rows, shape.columns),
             num_warps=shape.warps,
         )
         bias_gradient = None if sums is None else sums.sum(dim=0).to(bias.dtype)
-        return input_gradient.view(input.shape), bias_gradient, None, None
+        return input_gradient.view(input.shape), bias_gradient, None, None, None, None

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import drop
+from megalite_kernels.dropout import drop, kept_reference
 from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
@@ -164,6 +164,12 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=chance, scale=scale, enable_gqa=shared
     )
+
+
+def draw_kept(dropout: DropoutMask, query: Tensor, keys: int) -> Tensor:
+    """Draw which probabilities dropout keeps, on the CPU: [batch, heads, queries, keys] uint8."""
+    batch, heads, queries, _ = query.shape
+    return kept_reference(torch.Size((batch, heads * queries, keys)), 0, dropout).view(batch, heads, queries, keys)
 
 
 class Kept(NamedTuple):

@@ -25,7 +25,7 @@ class Case:
         tolerance: largest norm of the error relative to the norm of the result; None for the tolerance of the output's
             dtype in `selftest`.
         timed: makes the call to time, if `run` does more than the operation. The call may overwrite its inputs.
-        indexed: True if indices decide what is read, so that some accesses are of single numbers.
+        indexed: True if some accesses are of single numbers: indices decide what is read, or numbers stand apart.
     """
 
     operation: str

@@ -15,7 +15,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.activation import (
+    GATED,
+    activation,
+    exact_geglu,
+    exact_gelu,
+    geglu,
+    gelu,
+    quick_geglu,
+    squared_relu,
+    swiglu,
+)
 from megalite_kernels.case import Case, dtype_names
 from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
 from megalite_kernels.cross_entropy import gradient_, statistics
@@ -31,6 +41,7 @@ from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.optimizer import update_
 from megalite_kernels.quantization import dequantize, quantize
+from megalite_kernels.recurrent_cases import recurrent_cases
 from megalite_kernels.rotary import rotary_embedding
 from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
@@ -113,15 +124,17 @@ def _activations() -> Iterator[Case]:
         (swiglu, 28672, 1, DTYPES[:1]),
         (geglu, 14336, 0, DTYPES[:1]),
         (exact_geglu, 14336, 1, DTYPES[::3]),
+        (quick_geglu, 2880, 1, DTYPES[:1]),
         (gelu, 12288, 1, DTYPES[:1]),
         (exact_gelu, 20480, 1, DTYPES[::3]),
         (squared_relu, 24576, 0, DTYPES[:1]),
     ):
-        gated = function in (swiglu, geglu, exact_geglu)
+        gated = function.__name__ in GATED
+        run = activation("quick_geglu", limit=7.0, offset=1.0) if function is quick_geglu else function
         for dtypes in kinds:
             name = f"{function.__name__} {ffn}{' bias' * biases} {dtype_names(*dtypes)}"
             inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
-            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
+            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, run)
 
 
 def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
@@ -379,6 +392,6 @@ def _dropouts() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(expert_cases, _compressions),
+        *(expert_cases, _compressions, recurrent_cases),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

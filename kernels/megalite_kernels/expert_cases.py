@@ -16,11 +16,12 @@ from megalite_kernels.permutation import Permutation, group_rows, permute, unper
 from megalite_kernels.routing import choose_experts, routing_weights
 from megalite_kernels.routing_rule import RoutingRule
 
-# Experts and rules: Mixtral's, a softmax over all experts before the choice, and DeepSeek-V3's.
+# Experts and rules: Mixtral's, a softmax over all experts before the choice, and DeepSeek-V3's and V4's.
 ROUTING = (
     (8, RoutingRule(2)),
     (128, RoutingRule(8, pre_softmax=True)),
     (256, RoutingRule(8, "sigmoid", scaling_factor=2.5, groups=8, group_topk=4, group_scores=2)),
+    (256, RoutingRule(6, "sqrtsoftplus", scaling_factor=1.5)),
 )
 
 

@@ -44,6 +44,8 @@ Operation = Literal[
     "permutation",
     "grouped",
     "compression",
+    "short_convolution",
+    "recurrence",
 ]
 Choice = Literal["auto", "triton", "reference"]
 

@@ -43,6 +43,11 @@ def tile(width: int, *, largest: int) -> Tile:
     return Tile(rows, columns, min(rows * columns // warp, 16))
 
 
+def warps(elements: int) -> int:
+    """Return the warps of a tile of so many elements, with half of ELEMENTS per thread: for kernels with many sums."""
+    return max(elements // (LANES * ELEMENTS // 2), 1)
+
+
 def unit(elements: int) -> int:
     """Return how many elements of a flat buffer share one mask bit: UNIT if their number is a multiple of it, or 1."""
     return 1 if elements % UNIT else UNIT

@@ -13,13 +13,34 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.launch import as_rows
-from megalite_kernels.routing_rule import SMALLEST_SUM, RoutingRule
+from megalite_kernels.routing_rule import LEAST_LOGIT, SMALLEST_SUM, RoutingRule
 
 ELEMENTS = 2048  # logits per program
 WARPS = 4
 LOWEST: tl.constexpr = tl.constexpr(-3.4e38)  # lower than any score, and higher than what cannot be chosen
+LEAST: tl.constexpr = tl.constexpr(LEAST_LOGIT)
 
 # ------------------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def _score_and_slope(z: tl.tensor, SCORE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return the score of a logit by itself, and its derivative."""
+    if SCORE == "sigmoid":
+        score = tl.sigmoid(z)
+        slope = score * tl.sigmoid(-z)
+    else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "no kernel computes this score")
+        high = tl.where(z < LEAST, LEAST, z)  # tl.maximum would drop NaN
+        power = tl.exp(-tl.abs(high))
+        above = 1.0 + power
+        # log(1 + power) without the rounding of the sum, which matters where power is small.
+        lost = above == 1.0
+        logarithm = tl.where(lost, power, tl.log(above) * (power / tl.where(lost, 1.0, above - 1.0)))
+        softplus = tl.where(high < 0.0, 0.0, high) + logarithm
+        score = tl.sqrt(softplus) * tl.exp(0.5 * (z - high))
+        slope = score * (tl.sigmoid(high) / (2.0 * softplus))
+    return score, slope
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -31,7 +52,7 @@ def choose(
     stride: tl.tensor,
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORE: tl.constexpr,
     PRE_SOFTMAX: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_TOPK: tl.constexpr,
@@ -49,8 +70,8 @@ def choose(
     inside = (token < tokens)[:, None] & exists[None, :]
     z = tl.load(logits + token[:, None] * stride + expert[None, :], mask=inside, other=0.0).to(tl.float32)
     score = z
-    if SIGMOID:
-        score = tl.sigmoid(z)
+    if SCORE != "softmax":
+        score, _ = _score_and_slope(z, SCORE)
     elif PRE_SOFTMAX:
         masked = tl.where(exists[None, :], z, float("-inf"))
         power = tl.exp(masked - tl.max(masked, 1)[:, None])
@@ -86,14 +107,14 @@ def choose(
 def _weights(
     z: tl.tensor,
     chosen: tl.tensor,
-    SIGMOID: tl.constexpr,
+    SCORE: tl.constexpr,
     PRE_SOFTMAX: tl.constexpr,
     NORMALIZED: tl.constexpr,
     SMALLEST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the weights of a row of logits before scaling, and the sum by which they are divided."""
-    if SIGMOID:
-        weight = tl.sigmoid(z)
+    if SCORE != "softmax":
+        weight, _ = _score_and_slope(z, SCORE)
         total = tl.sum(tl.where(chosen, weight, 0.0), 1) + SMALLEST
         if NORMALIZED:
             weight = weight / total[:, None]
@@ -117,7 +138,7 @@ def weigh(
     SCALE: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORE: tl.constexpr,
     PRE_SOFTMAX: tl.constexpr,
     SMALLEST: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -143,19 +164,19 @@ def weigh(
             incoming = tl.load(weights + token * TOPK + choice, mask=present, other=0.0).to(tl.float32)
             gradient = tl.where(hit, incoming[:, None] * SCALE, gradient)
     NORMALIZED: tl.constexpr = TOPK > 1
-    weight, total = _weights(z, chosen > 0, SIGMOID, PRE_SOFTMAX, NORMALIZED, SMALLEST)
+    weight, total = _weights(z, chosen > 0, SCORE, PRE_SOFTMAX, NORMALIZED, SMALLEST)
     if not BACKWARD:
         for choice in range(TOPK):
             expert = tl.load(experts + token * TOPK + choice, mask=present, other=choice)
             found = tl.sum(tl.where(lane[None, :] == expert[:, None], weight, 0.0), 1) * SCALE
             tl.store(weights + token * TOPK + choice, found.to(weights.dtype.element_ty), mask=present)
     else:
-        if SIGMOID:
+        if SCORE != "softmax":
             if NORMALIZED:
                 gradient -= tl.sum(gradient * weight, 1)[:, None]
                 gradient = tl.where(chosen > 0, gradient / total[:, None], 0.0)
-            slope = tl.sigmoid(z)
-            gradient *= slope * tl.sigmoid(-z)
+            _, slope = _score_and_slope(z, SCORE)
+            gradient *= slope
         else:
             gradient = weight * (gradient - tl.sum(gradient * weight, 1)[:, None])
         target = logits_gradient + token[:, None] * EXPERTS + lane[None, :]
@@ -174,7 +195,7 @@ def launch_choose(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Ten
     if len(rows):
         choose[(-(-len(rows) // tokens),)](
             *(rows, bias, experts, len(rows), rows.stride(0), count, rule.topk),
-            *(rule.score_function == "sigmoid", rule.pre_softmax, rule.groups, rule.group_topk, rule.group_scores),
+            *(rule.score_function, rule.pre_softmax, rule.groups, rule.group_topk, rule.group_scores),
             *(tokens, groups, members),
             num_warps=WARPS,
         )
@@ -210,7 +231,7 @@ def _launch_weigh(
     if len(rows):
         weigh[(-(-len(rows) // tokens),)](
             *(rows, experts.contiguous(), weights, logits_gradient, len(rows), rows.stride(0)),
-            *(rule.scaling_factor, count, rule.topk, rule.score_function == "sigmoid", rule.pre_softmax),
+            *(rule.scaling_factor, count, rule.topk, rule.score_function, rule.pre_softmax),
             *(SMALLEST_SUM, logits_gradient is not None, tokens, lanes),
             num_warps=WARPS,
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SMALLEST_SUM = 1e-20
-"""Added to the sum of sigmoids, as in DeepSeek-V3 and Megatron-LM."""
+"""Added to the sum of scores that are not a softmax, as in DeepSeek-V3 and Megatron-LM."""
+LEAST_LOGIT = -40.0
+"""Below, sqrt(softplus(z)) is exp(z / 2), to any precision in use."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.config.layer_specs import pattern_of
+from megalite.config.fields import named
+from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
-from megalite.config.validate_model import model_problems
+from megalite.config.validate_model import OF_ATTENTION, model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 from megalite.storage import AnyPath
@@ -24,8 +25,10 @@ Section = TypeVar("Section")
 NOT_THE_FUNCTION = {
     *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
+    *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
@@ -43,6 +46,8 @@ def model_config(path: AnyPath, config: Mapping[str, Any], own: ModelConfig | No
     if unknown:
         raise CheckpointError(f"{path} has a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite")
     model = saved_section(path, config, ModelConfig)
+    if model.hybrid_layer_pattern is not None:  # earlier versions saved the stages with it
+        model = replace(model, hybrid_layer_pattern=model.hybrid_layer_pattern.replace(NEXT_STAGE, ""))
     if problems := model_problems(model):
         raise CorruptCheckpointError("\n".join((f"{path} describes an impossible model:", *problems)))
     return model
@@ -106,27 +111,36 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     """
     model = as_gpt(model)
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in NOT_THE_FUNCTION}
-    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
+    values |= {"ffn_hidden_size": model.ffn_size if model.has_dense_layers else None}
+    values |= {"kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
+    values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    if model.hybrid_layer_pattern is not None:
-        values["hybrid_layer_pattern"] = pattern_of(model.layers)
+    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"))
+    letters = pattern_of(model.layers)
+    if model.hybrid_layer_pattern is not None or any(layer.mixer != "attention" for layer in model.layers):
+        values |= {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
     windows = [layer.keys_before for layer in model.layers if layer.mixer == "attention"]
     values["window_size"] = None if model.window_size is None else windows
     if model.window_size is None:
         values["window_rotary_base"] = None
+    unrotated = [not layer.rotary for layer in model.layers if layer.mixer == "attention"]
+    values["no_rope_freq"] = unrotated if model.rotary and any(unrotated) else None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
         values |= dict.fromkeys(("window_rotary_base", "use_rope_scaling"))
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
+    if not model.has_attention:
+        values |= dict.fromkeys(each for each in named(model, f"num_attention_heads {OF_ATTENTION}") if each in values)
     if model.position_embedding_type != "yarn":
         yarn = [name for name in values if name.startswith("yarn_")]
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
     elif model.yarn_attention_factor is not None:
         values |= dict.fromkeys(("mscale", "mscale_all_dim"))
-    values["moe_layer_freq"] = [layer.feed_forward == "moe" for layer in model.layers]
+    values["moe_router_load_balancing_type"] = "quantile_balancing" if model.balances_by_quantiles else "another"
+    values["moe_layer_freq"] = [kind == "moe" for layer in model.layers for kind in layer.kinds]
     if model.num_experts is None:
         values |= dict.fromkeys(name for name in values if name.startswith("moe_"))
     else:

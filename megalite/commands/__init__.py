@@ -1,3 +1,3 @@
-"""Commands: one module per program. pretrain_gpt.py and the scripts in tools/ call these modules too."""
+"""Commands: one module per program. The scripts pretrain_*.py and those in tools/ call these modules too."""
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ element that is not finite; 1 if --diff finds any difference.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.fields import CORES, Workers
+from megalite.config.layer_specs import pattern_of
 from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
@@ -124,30 +126,37 @@ def kind_of(folder: str) -> Literal["huggingface", "megatron", "megalite"]:
 
 
 def try_opening(folder: str) -> str:
-    """Open a folder's model and tokenizer, without its weights, and return what can be done with it.
+    """Open a folder's model and tokenizer, without its weights, and return what can be done with it, and its layers.
 
     Raises CheckpointError or DataError if it is refused.
     """
     kind = kind_of(folder)
+    if kind == "megalite":
+        letters = layers_of(open_checkpoint(folder))
+        return "loaded" if letters is None else f"loaded: layers {letters}"
     if kind == "huggingface":
         from megalite.inference.loading import load_tokenizer, open_model
 
         model = open_model(folder)
         if model.tokenizer is not None:
             load_tokenizer(model)
-    elif kind == "megatron":
-        from megalite.conversion.megatron import open_megatron
+        return f"loaded: layers {pattern_of(model.config.layers)}"
+    from megalite.conversion.megatron import open_megatron
 
-        open_megatron(Path(folder))
-        return "converted"
-    else:
-        from megalite.checkpoint.compatibility import model_config
+    return f"converted: layers {pattern_of(open_megatron(Path(folder)).config.layers)}"
 
-        reader = open_checkpoint(folder)
-        config = reader.manifest.config
-        if "kind" not in config.get("model", {"kind": None}):  # the program has any other model
-            model_config(reader.path, config)
-    return "loaded"
+
+def layers_of(reader: CheckpointReader) -> str | None:
+    """Return the layers of a checkpoint as letters of --hybrid-layer-pattern; None if a program has its model.
+
+    Raises CheckpointError if the model is refused.
+    """
+    from megalite.checkpoint.compatibility import model_config
+
+    config = reader.manifest.config
+    if "kind" in config.get("model", {"kind": None}):
+        return None
+    return pattern_of(model_config(reader.path, config).layers)
 
 
 def fate_lines(fates: Sequence[KeyFate]) -> list[str]:
@@ -178,6 +187,8 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
     found = inspection.describe(reader, names)
     folder = reader.path.resolve()
     complete = directory.complete(folder.parent)
+    with contextlib.suppress(CheckpointError):  # of another version, whose tensors can be shown all the same
+        found["layers"] = layers_of(reader)
     found["others"] = [other.name for _, other in sorted(complete.items()) if other != folder]
     problems = []
     if arguments.verify:
@@ -235,6 +246,7 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
 def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
     """Return the contents of a checkpoint and the results of checks as lines of text."""
     facts = {"checkpoint": found["checkpoint"], "others": ", ".join(found["others"]) or "none"}
+    facts |= {"layers": found["layers"]} if found.get("layers") else {}
     facts |= {name.replace("_", " "): value for name, value in found["training"].items()}
     shown = [f"{name:18} {shown_value(value)}" for name, value in facts.items()]
     if arguments.config:

@@ -31,11 +31,14 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
     return saved_fields(settings, tokenizer_type)
 
 
-def main() -> int:
-    """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
+def main(*, hybrid: bool = False) -> int:
+    """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once.
+
+    `hybrid`: require what Megatron-LM's pretrain_hybrid.py does.
+    """
     place = place_from_environment(with_servers=True)
     single, argv = take_single_rank(sys.argv[1:], place.world_size)
-    arguments = parse_arguments(argv, saved_fields)
+    arguments = parse_arguments(argv, saved_fields, hybrid=hybrid)
     starts_warm = arguments.config.recovery.warm_restart and single is None and GENERATION not in os.environ
     ranks = place.world_size if single is None else single.world_size
     if starts_warm:

@@ -42,10 +42,9 @@ ACTIVATIONS = (
     Activation("swiglu", frozenset({"swiglu"}), True, ("silu", "swish"), "swiglu"),
     Activation("geglu", frozenset({"geglu"}), True, TANH_GELU),
     Activation("exact_geglu", frozenset({"geglu", "exact_gelu"}), True, _EXACT_GELU),
+    Activation("quick_geglu", frozenset({"quick_geglu"}), True, ("quick_gelu",), "quick_geglu"),
 )
 FLAGS = tuple(sorted({flag for row in ACTIVATIONS for flag in row.flags}))
-MEGATRON_ALONE = sorted({"squared_relu", "swiglu", "quick_geglu"} - {row.megatron for row in ACTIVATIONS})
-"""Megatron-LM's arguments that choose an activation which is not in the table."""
 
 
 def activation_of(on: Set[str]) -> Activation:

@@ -74,6 +74,11 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def named(section: Any, names: str) -> list[str]:
+    """Return the names of the fields that `names` means, as those of `changed`."""
+    return [field.name for field in fields(section) if any(fnmatchcase(field.name, name) for name in names.split())]
+
+
 def changed(section: Any, names: str) -> list[str]:
     """Return the names of those fields in `names` that differ from their defaults.
 
@@ -81,12 +86,8 @@ def changed(section: Any, names: str) -> list[str]:
         section: a dataclass of options.
         names: field names separated by spaces; `prefix_*` means all fields with this prefix.
     """
-    found = []
-    for field in fields(section):
-        named = any(fnmatchcase(field.name, name) for name in names.split())
-        if named and getattr(section, field.name) != field.default:
-            found.append(field.name)
-    return found
+    defaults = {field.name: field.default for field in fields(section)}
+    return [name for name in named(section, names) if getattr(section, name) != defaults[name]]
 
 
 def given(section: Any, names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Layers with sliding windows and layers with experts, from Megatron-LM's flags that describe patterns of layers."""
+"""Layers with windows, with experts and without rotary positions, from Megatron-LM's flags for patterns of layers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,36 @@ def layers_with_experts(experts: int | None, layer_freq: str | None, layers: int
     return _pattern("--moe-layer-freq", layer_freq, words, layers)
 
 
+def layers_without_rotation(freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether its queries and keys are not rotated.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    if freq is None:
+        return [False] * layers
+    if re.fullmatch(r"\d{1,15}", freq) and int(freq) > 0:
+        if layers % int(freq):
+            raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
+        return [(layer + 1) % int(freq) == 0 for layer in range(layers)]
+    words = "N, for every N-th layer without rotation, or a 1 (without) or a 0"
+    return _pattern("--no-rope-freq", freq, words, layers)
+
+
+def layers_of_linear_attention(freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether linear attention is in the place of attention.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    if freq is None:
+        return [False] * layers
+    if re.fullmatch(r"\d{1,15}", freq) and int(freq) > 0:
+        return [(layer + 1) % int(freq) != 0 for layer in range(layers)]
+    words = "N, for attention in one layer of N, or a 1 (linear attention) or a 0"
+    return _pattern("--linear-attention-freq", freq, words, layers)
+
+
 def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
     if skip_freq is None:
         return [True] * layers
@@ -67,7 +97,7 @@ def _pattern(flag: str, text: str, words: str, layers: int) -> Sequence[bool]:
             f"{flag} {shown(text)}: expected {words} for each layer, like [1,1,0] or ([1]*2+[0])*4"
         )
     if len(pattern) != layers:
-        raise ConfigurationError(f"{flag} {shown(text)} is for {len(pattern)} layers, but --num-layers is {layers}")
+        raise ConfigurationError(f"{flag} {shown(text)} is for {len(pattern)} layers, and the network has {layers}")
     return pattern
 
 

@@ -85,6 +85,9 @@ def settled(flag: str, values: Sequence[str]) -> Note | None:
         if not values:
             raise ConfigurationError(f"--{flag} needs a value: {taken}")
         others = [value for value in values if value not in row["values"].split()]
+        for value in others:
+            if (reason_of_value := refused_value(flag, value)) is not None:
+                raise ConfigurationError(f"--{flag} {value} {reason_of_value}")
         if others:
             raise ConfigurationError(f"--{flag} {' '.join(others)}: {reason(row['why'])}; it takes {taken}")
         return Note(f"--{flag} {' '.join(values)}", "already so")
@@ -114,7 +117,7 @@ def refusal(flag: str) -> str | None:
 
 
 def refused_value(flag: str, value: str) -> str | None:
-    """Return why a value that Megatron-LM gives to a field's flag is refused here, or None."""
+    """Return why a value that Megatron-LM gives to a flag is refused here, or None."""
     reasons = tables()["refused_values"].get(flag, {})
     return reason(reasons[value]) if value in reasons else None
 

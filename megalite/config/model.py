@@ -17,14 +17,30 @@ from megalite.config.fields import (
     ShareBelowOne,
     at_most,
 )
-from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
-from megalite.config.layer_specs import NEXT_STAGE, LayerSpec, numbers_in_names, specs_of_pattern
+from megalite.config.layer_patterns import (
+    MOST_LAYERS,
+    keys_before,
+    layers_of_linear_attention,
+    layers_with_experts,
+    layers_without_rotation,
+)
+from megalite.config.layer_specs import (
+    KINDS_WITHOUT_ATTENTION,
+    PATTERN_FLAG,
+    FeedForward,
+    LayerSpec,
+    Mixer,
+    numbers_in_names,
+    specs_of_pattern,
+)
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 MOST_EXPERTS = 2**20
 """Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
 
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
 @dataclass(frozen=True)
@@ -132,7 +148,7 @@ class ModelConfig:
     """Width of each expert; unset: ffn-hidden-size."""
     moe_router_topk: PositiveInt = 2
     """Experts that each token chooses."""
-    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from a token's logits to the scores of the experts."""
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the choice, without renormalization; off: over the chosen experts."""
@@ -152,7 +168,8 @@ class ModelConfig:
     """Change of the bias per step."""
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
     """Balancing losses: per micro-batch (aux_loss), per sequence (seq_aux_loss), or with the loads of the previous step
-    (global_aux_loss). sinkhorn: no loss, but choices that are even within a micro-batch (arXiv:2202.01169)."""
+    (global_aux_loss). Without a loss: sinkhorn, choices that are even within a micro-batch (arXiv:2202.01169);
+    quantile_balancing, offsets of the logits by which samples of the previous steps would have chosen evenly."""
     moe_aux_loss_coeff: tuple[NonNegativeFloat, ...] = (0.0,)
     """Weight of each balancing loss, in the same order."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
@@ -186,8 +203,93 @@ class ModelConfig:
     attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
-    """Layers as letters, without num-layers: * attention, - dense feed-forward, E experts, each with its norm and its
-    residual; | begins the next pipeline stage. Unset: every layer is attention and a feed-forward layer."""
+    """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
+    * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
+    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
+    mamba_num_heads: PositiveInt | None = None
+    """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
+    mamba_head_dim: PositiveInt = 64
+    """Width of a head of a Mamba-2 layer."""
+    mamba_state_dim: PositiveInt = 128
+    """Width of the state of each channel of a Mamba-2 layer."""
+    mamba_num_groups: PositiveInt = 8
+    """Groups of heads of a Mamba-2 layer that share B, C and the statistics of the output's norm."""
+    mamba_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of a Mamba-2 layer sees."""
+    mamba_dt_min: NonNegativeFloat = 0.0
+    """Least step of a token in a Mamba-2 layer, after the softplus (Nemotron-H in transformers: 0.001)."""
+    mamba_dt_max: PositiveFloat | None = None
+    """Largest step of a token in a Mamba-2 layer; unset: none."""
+    mamba_chunk_size: PositiveInt = 128
+    """Tokens of a sample that a Mamba-2 layer computes by matrix products. It changes only rounding."""
+    linear_num_key_heads: PositiveInt = 16
+    """Heads of queries and keys of a gated delta net."""
+    linear_num_value_heads: PositiveInt = 32
+    """Heads of values of a gated delta net, a multiple of linear-num-key-heads."""
+    linear_key_head_dim: PositiveInt = 128
+    """Width of a head of queries and keys of a gated delta net."""
+    linear_value_head_dim: PositiveInt = 128
+    """Width of a head of values of a gated delta net."""
+    linear_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of a gated delta net sees."""
+    linear_allow_neg_eigval: bool = False
+    """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
+    linear_chunk_size: PositiveInt = 64
+    """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
+    attention_output_gate: bool = False
+    """Multiply the output of attention, before its output layer, with the sigmoid of a gate made of the layer's input
+    (Qwen3-Next)."""
+    no_rope_freq: str | None = None
+    """Layers whose queries and keys are not rotated: N means every N-th; or a list of 1 (not rotated) or 0 per layer,
+    like ([0]*3+[1])*6; unset: none."""
+    moe_latent_size: PositiveInt | None = None
+    """Width of tokens at the routed experts: a matrix before them narrows the tokens, and one after them widens their
+    sum (Nemotron 3); unset: hidden-size."""
+    moe_router_quantile_balancing_ema: ShareBelowOne = 0.0
+    """Share of its old value that each step leaves of an offset of quantile_balancing."""
+    short_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 3
+    """Tokens that a short convolution layer sees (LFM2)."""
+    short_conv_bias: bool = False
+    """Biases in a short convolution layer: of its projections and of the convolution."""
+    kda_num_heads: PositiveInt = 32
+    """Heads of a layer of Kimi delta attention."""
+    kda_head_dim: PositiveInt = 128
+    """Width of a head of Kimi delta attention, and of what decays and gates are made of."""
+    kda_conv_kernel_dim: Annotated[PositiveInt, at_most(64)] = 4
+    """Tokens that the convolution of Kimi delta attention sees."""
+    kda_lower_bound: float | None = None
+    """Least logarithm of the decay of a token in Kimi delta attention, which a sigmoid is multiplied with (Kimi K3,
+    GLM-5.3: -5); unset: none, with a softplus."""
+    kda_chunk_size: PositiveInt = 64
+    """Tokens of a sample that Kimi delta attention computes by matrix products, a power of two. It changes only
+    rounding."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention over the keys (vanilla), and for each head one more logit without a value: 0 (off-by-one) or
+    learned, a sink (learnable, gpt-oss)."""
+    quick_geglu: bool = False
+    """Feed-forward with the gate x * sigmoid(1.702 x) instead of GELU (gpt-oss)."""
+    glu_linear_offset: NonNegativeFloat = 0.0
+    """Number added to the up projection before it is multiplied with the gate."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Clamp the input of the gate from above, and the up projection on both sides, at this value; unset: do not."""
+    moe_router_bias: bool = False
+    """Bias of the router's logits (gpt-oss); Megatron-LM has one where linear layers have biases."""
+    qk_layernorm_over_heads: bool = False
+    """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
+
+    experimental_attention_variant: Literal["gated_delta_net"] | None = None
+    """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
+    linear_attention_freq: str | None = None
+    """Layers whose mixer is experimental-attention-variant: N means all but every N-th; or a list of 1 (with) or 0 per
+    layer, like ([1]*3+[0])*4."""
+    apply_wd_to_qk_layernorm: bool = False
+    """Let the norms of queries and keys decay, too (Qwen3-Next); of other norms no weight does."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiply word embeddings by this (Granite)."""
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
+    logits_scaling: PositiveFloat = 1.0
+    """Divide the output logits by this (Granite)."""
 
     @property
     def rotary(self) -> bool:
@@ -208,13 +310,38 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows)
+            return specs_of_pattern(pattern, windows, rotary)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
+        freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
+        linear = layers_of_linear_attention(freq, self.num_layers)
         return tuple(
-            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
-            for before, has_experts in zip(windows, experts, strict=True)
+            LayerSpec("gated_delta", "moe" if has_experts else "dense")
+            if without_attention
+            else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
+
+    @property
+    def depth(self) -> str:
+        """Number of layers, with the flag that gives it, for messages."""
+        if (pattern := self.hybrid_layer_pattern) is None:
+            return f"--num-layers {self.num_layers}"
+        return f"the {self.num_layers} layers of {PATTERN_FLAG} {shown(pattern)}"
+
+    @functools.cached_property
+    def kinds(self) -> frozenset[Mixer | FeedForward]:
+        """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+        try:
+            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+        except ConfigurationError:
+            return frozenset()
+
+    @property
+    def has_attention(self) -> bool:
+        """False if no layer reads the flags of attention; true if the layers are not known."""
+        return not self.kinds or not self.kinds <= KINDS_WITHOUT_ATTENTION
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
@@ -230,6 +357,12 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def mamba_heads(self) -> int:
+        """Heads of a Mamba-2 layer."""
+        heads = self.mamba_num_heads
+        return 2 * self.hidden_size // self.mamba_head_dim if heads is None else heads
 
     @property
     def activation(self) -> Activation:
@@ -249,6 +382,16 @@ class ModelConfig:
     def expert_ffn_size(self) -> int:
         """Width of an expert; with a gate, the width of each half."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of the rows that routed experts process."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    @property
+    def balances_by_quantiles(self) -> bool:
+        """True if routers take an offset from each expert's logits before the choice."""
+        return "quantile_balancing" in self.moe_router_load_balancing_type and self.num_experts is not None
 
     @property
     def topk_scaling_factor(self) -> float:
@@ -300,11 +443,6 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         num_layers=len(mixers),
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
         hybrid_layer_pattern=None,
     )
-
-
-def without_stages(model: ModelConfig) -> ModelConfig:
-    """Return the same network, whose pattern does not say where stages begin: for another number of ranks."""
-    pattern = model.hybrid_layer_pattern
-    return model if pattern is None else replace(model, hybrid_layer_pattern=pattern.replace(NEXT_STAGE, ""))

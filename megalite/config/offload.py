@@ -42,7 +42,7 @@ class OffloadConfig:
     offload_modules: tuple[OffloadModule, ...] = ()
     """Modules of each layer: the norm before attention, the projections to queries, keys and values, the core of
     attention, its output layer, the norm before the feed-forward layer, or the first product or the activation of
-    experts."""
+    experts. Of a recurrent layer, the parts in the place of those of attention."""
     activation_offload_fraction: Share = 1.0
     """Share of a rank's modules that are offloaded, the first in the order of forward."""
     min_offloaded_tensor_size: NonNegativeInt = 1024 * 1024

@@ -74,6 +74,9 @@ class ParallelConfig:
     documents deals more and smaller chunks by the scores that the documents of each micro-batch leave."""
     cp_chunks_per_rank: PositiveInt | None = None
     """Chunks of a sample per rank with cp-balance documents; unset: 16, or fewer if seq-length needs it."""
+    cp_state_exchange: Literal["scan", "chain"] = "scan"
+    """Exchange of context-parallel ranks in recurrent layers: scan gathers what each rank does to states, and none
+    waits for another; chain passes states on from rank to rank, with the bits of one rank if no chunk is cut."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks over which the experts of a layer are distributed (short: --ep)."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -211,6 +214,10 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         return
     if parallel.cp_balance == "zigzag":
         yield from needs(parallel, "cp_chunks_per_rank", "--cp-balance documents")
+    if parallel.cp_balance != "zigzag":
+        yield from needs(parallel, "cp_state_exchange", "--cp-balance zigzag: a chain over more chunks waits longer")
+    if not model.kinds & {"mamba", "gated_delta", "kimi_delta"}:
+        yield from needs(parallel, "cp_state_exchange", "layers that pass a state on (M, G or K)")
     chunks = parallel.chunks_per_rank(seq_length) or 2
     multiple = chunks * size * (tensor if parallel.sequence_parallel else 1)
     if seq_length % multiple:
@@ -238,6 +245,8 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two sizes whose product is "
             f"--context-parallel-size {size}: {_products(size)}"
         )
+    if "attention" not in model.kinds:
+        return
     heads = model.num_attention_heads // tensor
     for way in dict.fromkeys(ways):
         if heads % (ranks := parallel.head_ranks[way]):

@@ -15,9 +15,10 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
-from megalite.config.layer_specs import count_of_pattern
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
+from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -27,6 +28,7 @@ from megalite.process.names import as_installed
 from megalite.small_files import shown
 
 _HELP = " (--help all describes all flags)"
+_SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 _FIRST = "\n--help shows what a run needs, and one to try on made-up data; --help all describes all flags"
 
 
@@ -43,11 +45,14 @@ SavedFields = Callable[[CheckpointConfig, str | None], Sections]
 second argument is the tokenizer type that the run names, if any: the checkpoint may have another one."""
 
 
-def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
+def parse_arguments(
+    argv: Sequence[str], saved_fields: SavedFields | None = None, *, hybrid: bool = False
+) -> ParsedArguments:
     """Return the configuration of a command line; relations between fields are checked later, by `validate`.
 
     Args:
         argv: the command line without the program's name.
+        hybrid: require what Megatron-LM's pretrain_hybrid.py does: a pattern of layers, and --spec.
         saved_fields: function that returns the fields of a checkpoint. It is called with --use-checkpoint-args, or if
             --load is a Hugging Face folder, for fields that are not given; and for the fields of the schedules, given
             or not, with --use-checkpoint-opt-param-scheduler.
@@ -86,6 +91,10 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         sections[fields_by_name()[name].section][name] = value
     if (pattern := sections["model"].get("hybrid_layer_pattern")) is not None:
         sections["model"].setdefault("num_layers", max(count_of_pattern(pattern), 1))
+    if NEXT_STAGE in (fields.get("hybrid_layer_pattern") or ""):  # a flag, which overrides the stages of YAML
+        for name in STAGE_FIELDS:
+            if name not in fields:
+                sections["parallel"].pop(name, None)
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
     takes_saved = loading.loads_huggingface or loading.use_checkpoint_args or loading.use_checkpoint_opt_param_scheduler
@@ -96,6 +105,10 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             over = section == "optimizer"  # the schedules, with --use-checkpoint-opt-param-scheduler
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
+    if hybrid:
+        if sections["model"].get("hybrid_layer_pattern") is None:
+            missing = [PATTERN_FLAG, *(flag for flag in missing if flag != "--num-layers")]
+        missing += [_SPEC] if "spec" not in given else []
     if missing:
         problems.append(f"missing: {', '.join(missing)}{_HELP if argv else _FIRST}")
         if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
@@ -106,6 +119,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
+    model, parallel = with_stages_of_pattern(config.model, config.parallel)
+    config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
         notes.append(Note("--reset-attention-mask", why))

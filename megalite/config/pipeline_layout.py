@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from megalite.config.fields import given
-from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, stages_of_pattern
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, specs_of_letters
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import SHAPES, ParallelConfig, ScheduleName, Shape
 from megalite.errors import ConfigurationError
@@ -32,6 +32,8 @@ _NUMBERS_OF_STAGES = """num_layers_per_virtual_pipeline_stage num_virtual_stages
     pipeline_model_parallel_layout"""
 _FIRST_AND_LAST = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
 _ACCOUNTS = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+STAGE_FIELDS = (*_NUMBERS_OF_STAGES.split(), *_FIRST_AND_LAST.split(), *_ACCOUNTS.split())
+"""Fields that say how many stages there are, and what each contains."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,30 @@ class StageLayers:
         return ", ".join(parts + ["loss"] * self.loss) or "nothing"
 
 
+def with_stages_of_pattern(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
+    """Return the same two, but that stages of a pattern of layers are those of --pipeline-model-parallel-layout.
+
+    Raises:
+        ConfigurationError: a letter has no layer, other flags say what a stage contains, or the ranks cannot have equal
+            numbers of stages.
+    """
+    pattern, ranks = model.hybrid_layer_pattern, parallel.pipeline_model_parallel_size
+    if pattern is None or NEXT_STAGE not in pattern:
+        return model, parallel
+    specs_of_letters(pattern)
+    what, stages = f"{PATTERN_FLAG} {shown(pattern)}", pattern.split(NEXT_STAGE)
+    if others := given(parallel, " ".join(STAGE_FIELDS)):
+        raise ConfigurationError(
+            "\n".join(f"{what} says by {NEXT_STAGE} what each stage contains: leave {flag} out" for flag in others)
+        )
+    over = f"{ranks} ranks (--pipeline-model-parallel-size): add or drop {NEXT_STAGE}"
+    _divided_evenly(f"{len(stages)} stages of {what}", len(stages), ranks, over)
+    layout = f"E{NEXT_STAGE.join('t' * len(stage) for stage in stages)}L"
+    return replace(model, hybrid_layer_pattern="".join(stages)), replace(
+        parallel, pipeline_model_parallel_layout=layout
+    )
+
+
 def is_automatic(parallel: ParallelConfig) -> bool:
     """Tell whether the contents of the stages are to be chosen before the run: by `auto`, or by `auto:FILE`."""
     layout = parallel.pipeline_model_parallel_layout
@@ -65,10 +91,6 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         return _divided_evenly(
             what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |"
         )
-    if (of_pattern := stages_of_pattern(model.hybrid_layer_pattern)) is not None:
-        what = f"{len(of_pattern)} stages of {PATTERN_FLAG} {shown(model.hybrid_layer_pattern or '')}"
-        over = f"{ranks} ranks (--pipeline-model-parallel-size): add or drop {NEXT_STAGE}"
-        return _divided_evenly(what, len(of_pattern), ranks, over)
     each = parallel.num_layers_per_virtual_pipeline_stage
     if each is not None:
         what, layers = _layers_to_share(model, parallel)
@@ -96,9 +118,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     """
     chunks = virtual_stages(model, parallel)
     if parallel.pipeline_model_parallel_layout is not None:
-        layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model.num_layers)
-    elif (of_pattern := stages_of_pattern(model.hybrid_layer_pattern)) is not None:
-        layers = of_pattern
+        layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model)
     elif parallel.decoder_first_pipeline_num_layers is None and parallel.decoder_last_pipeline_num_layers is None:
         layers = _even(model, parallel, chunks)
     else:
@@ -179,7 +199,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
     others = parallel.pipeline_model_parallel_size - len(given)
     rest = model.num_layers - (first or 0) - (last or 0)
-    what = f"--num-layers {model.num_layers} less {' and '.join(given)} leaves {rest} layers, which"
+    what = f"{model.depth} less {' and '.join(given)} leaves {rest} layers, which"
     over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
     if rest < others or (rest and not others):
         raise ConfigurationError(f"{what} cannot be divided among {over}")
@@ -189,7 +209,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
     """Return what the stages share evenly, as text and as a number."""
-    words, count = f"--num-layers {model.num_layers}", model.num_layers
+    words, count = model.depth, model.num_layers
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if getattr(parallel, name):
             words, count = f"{words} + 1 (--{name.replace('_', '-')})", count + 1
@@ -217,7 +237,7 @@ def stages_of_letters(layout: str) -> list[str]:
     return text.split("|")
 
 
-def layers_of_letters(layout: str, num_layers: int) -> list[int]:
+def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
     """Return the number of layers of each stage, in order.
 
     Raises:
@@ -234,9 +254,9 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
                 f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
     layers = [stage.count("t") for stage in stages]
-    if sum(layers) != num_layers:
+    if sum(layers) != model.num_layers:
         raise ConfigurationError(
-            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), but --num-layers is {num_layers}: make them equal"
+            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), which is not {model.depth}: make them equal"
         )
     return layers
 
@@ -259,7 +279,7 @@ def _written_out(layout: str) -> str:
 
 def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold. Layers are counted only if no flags contradict each other."""
-    contradictions = [*_contradictions(parallel), *_pattern_contradictions(model, parallel)]
+    contradictions = list(_contradictions(parallel))
     if contradictions:
         yield from contradictions
         return
@@ -298,14 +318,6 @@ def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
         yield f"{ends[0]} needs --num-virtual-stages-per-pipeline-rank in place of {ways[0]}"
     if ends and parallel.pipeline_model_parallel_size == 1:
         yield f"{' and '.join(ends)}: --pipeline-model-parallel-size is 1, so there is one rank: leave it out"
-
-
-def _pattern_contradictions(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Refuse flags that say what a stage contains beside a pattern that does."""
-    pattern = model.hybrid_layer_pattern
-    if pattern is not None and NEXT_STAGE in pattern:
-        for flag in given(parallel, f"{_NUMBERS_OF_STAGES} {_FIRST_AND_LAST} {_ACCOUNTS}"):
-            yield f"{PATTERN_FLAG} {shown(pattern)} says by {NEXT_STAGE} what each stage contains: leave {flag} out"
 
 
 def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -80,7 +80,8 @@ class TrainingConfig:
     deterministic_mode: bool = False
     """Use only deterministic algorithms on GPUs (on CPUs all are, at a fixed number of threads)."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute activations in backward: of entire layers (full), or only of the attention core (selective)."""
+    """Recompute activations in backward: of entire layers (full), or only of the attention core and of recurrent layers
+    but for their recurrence (selective)."""
     recompute_modules: tuple[Literal["core_attn", "moe", "moe_act"], ...] = ("core_attn",)
     """Parts of each layer that selective recomputes: the core of attention, layers with experts completely, or their
     activation (which is always recomputed)."""

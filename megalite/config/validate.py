@@ -11,7 +11,7 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG
+from megalite.config.layer_specs import ATTENTION_LETTER, KINDS_WITH_CORE, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
@@ -26,15 +26,19 @@ from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
+    OF_ATTENTION,
     has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
+    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
@@ -93,12 +97,27 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     for axis, names in _IDLE_WITH_ONE_RANK.items():
         if getattr(config.parallel, axis) == 1:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
+    if not config.model.has_attention:
+        since = f", since {_why_no_attention(config.model)}"
+        yield "model", OF_ATTENTION, since
+        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
+    if not config.model.qk_layernorm:
+        yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
+    if config.model.hybrid_layer_pattern is not None:
+        yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
     if has_idle_softmax(config.model):
-        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
+        yield (
+            "model",
+            "moe_router_pre_softmax",
+            f", since --moe-router-score-function is {config.model.moe_router_score_function}",
+        )
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
+    elif _recomputes_nothing(config):
+        names = "recompute_granularity recompute_modules"
+        yield "training", names, ", since no layer is attention, Mamba-2 or a delta net"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
         yield "parallel", "align_grad_reduce", f" {why}"
     if not config.optimizer.narrow:
@@ -111,6 +130,19 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
+
+
+def _why_no_attention(model: ModelConfig) -> str:
+    if (pattern := model.hybrid_layer_pattern) is not None:
+        return f"{PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
+    return f"--linear-attention-freq {model.linear_attention_freq} leaves no layer attention"
+
+
+def _recomputes_nothing(config: RunConfig) -> bool:
+    """Tell whether layers are known and --recompute-granularity selective computes nothing of them again."""
+    training, kinds = config.training, config.model.kinds
+    only_cores = training.recompute_granularity == "selective" and "moe" not in training.recompute_modules
+    return only_cores and bool(kinds) and not kinds & KINDS_WITH_CORE
 
 
 def _chunks(config: RunConfig) -> int:
@@ -382,19 +414,22 @@ def _experts(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
-        yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
-        yield from needs(config.checkpoint, "moe_use_upcycling", "--num-experts")
-        yield from needs(config.training, "moe_record_routing moe_replay_routing", "--num-experts")
+        needed = what_has_experts(model)
+        yield from needs(parallel, "expert_model_parallel_size", needed)
+        yield from needs(config.checkpoint, "moe_use_upcycling", needed)
+        yield from needs(config.training, "moe_record_routing moe_replay_routing", needed)
         return
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn"):
+            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
+    if model.moe_latent_size is not None:
+        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:
         if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`
@@ -448,11 +483,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
         yield from needs(config.parallel, "allow_mixed_groups", "--device-classes")
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        if ATTENTION_LETTER not in pattern:
-            yield from needs(parallel, "context_parallel_size", f"attention ({ATTENTION_LETTER}) in {PATTERN_FLAG}")
-        yield from needs(config.recovery, "elastic_replan", f"a network that the planner knows, without {PATTERN_FLAG}")
-    split = [("num-attention-heads", model.num_attention_heads)]
+    if not model.has_attention:
+        yield from needs(parallel, "cp_balance", f"attention, but {_why_no_attention(model)}")
+    split = []
+    if "attention" in model.kinds:
+        split.append(("num-attention-heads", model.num_attention_heads))
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
     if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say
@@ -460,6 +495,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    yield from uneven_recurrent_widths(model, tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:
@@ -483,7 +519,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         if method is None or number is None:
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
         elif number > layers:
-            yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
+            yield f"--recompute-num-layers {number} is more than {config.model.depth}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.recompute_granularity != "selective":

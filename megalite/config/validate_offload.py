@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig
+from megalite.config.layer_specs import KINDS_WITH_CORE, PATTERN_FLAG
+from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.config.pipeline_layout import layers_of_ranks, stage_layers
 from megalite.config.run import RunConfig
+from megalite.small_files import shown
 
 
 def activation_problems(config: RunConfig) -> Iterator[str]:
@@ -17,10 +19,10 @@ def activation_problems(config: RunConfig) -> Iterator[str]:
     if offload.fine_grained_activation_offloading:
         yield from _modules(config)
     if count := offload.cpu_offloading_num_layers:
-        most, layers = max(layers_of_ranks(config.model, config.parallel)), config.model.num_layers
-        if count >= layers:
+        most = max(layers_of_ranks(config.model, config.parallel))
+        if count >= config.model.num_layers:
             yield (
-                f"--cpu-offloading-num-layers {count} must be below --num-layers {layers}: at least the last layer, "
+                f"--cpu-offloading-num-layers {count} must be below {config.model.depth}: at least the last layer, "
                 "whose backward follows, stays"
             )
         elif count > most:
@@ -52,11 +54,13 @@ def _modules(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with --offload-modules, or leaves them nothing to offload."""
     modules, training = config.offload.offload_modules, config.training
     of_experts = [module for module in modules if module in MODULES_OF_EXPERTS]
-    if config.model.hybrid_layer_pattern is not None:
-        yield (
-            "--fine-grained-activation-offloading names modules of a block, and a layer of --hybrid-layer-pattern has "
-            "only some of them: offload whole layers by --cpu-offloading-num-layers"
-        )
+    kinds = {kind for layer in config.model.layers for kind in layer.kinds}
+    there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, True)
+    there["attn_norm"] = any(layer.mixer is not None for layer in config.model.layers)
+    there["mlp_norm"] = any(layer.feed_forward is not None for layer in config.model.layers)
+    if missing := [module for module in modules if not there.get(module, bool(kinds & KINDS_WITH_CORE))]:
+        pattern = shown(config.model.hybrid_layer_pattern or "")
+        yield f"--offload-modules {' '.join(missing)}: {PATTERN_FLAG} {pattern} has no layer with that: leave it out"
     if "attn_proj" in modules and "core_attn" not in modules:
         yield (
             "--offload-modules attn_proj needs core_attn beside it: what the output layer saves is the core's output, "

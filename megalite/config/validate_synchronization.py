@@ -166,6 +166,9 @@ def _local_update_problems(config: TaskConfig) -> Iterator[str]:
     model = getattr(config, "model", None)
     if model is not None and model.moe_router_enable_expert_bias:
         yield "--moe-router-enable-expert-bias: replicas do not exchange biases: drop --local-update"
+    if model is not None and model.balances_by_quantiles:
+        quantiles = "--moe-router-load-balancing-type quantile_balancing"
+        yield f"{quantiles}: replicas do not exchange offsets: drop --local-update"
     if (
         model is not None
         and chosen.local_update_warmup_iters

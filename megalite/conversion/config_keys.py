@@ -14,6 +14,8 @@ from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
 Json = Mapping[str, Any]
+UNREADABLE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""Errors in reading values of any kind, beside CheckpointError."""
 _REQUIRED = object()
 
 
@@ -29,6 +31,8 @@ class Keys:
 
     The caller reads them again to find what they cannot express.
     """
+    applies: Callable[[Json], bool] = lambda _: True
+    """Function that tells whether a config.json has a network for which the keys mean something."""
 
 
 def value_of(config: Json, name: str, default: Any = _REQUIRED) -> Any:
@@ -78,6 +82,21 @@ def negated(name: str, field: str, default: bool) -> Keys:
         lambda config: {field: not value_of(config, name, default)},
         lambda model: {name: not getattr(model, field)},
     )
+
+
+def quantization(method: str) -> Keys:
+    """Return the entry for quantized weights, of which the family's files may have those of this method.
+
+    Written files have none.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        found = config.get("quantization_config") or {"quant_method": method}
+        if found.get("quant_method") != method:
+            raise CheckpointError(f"quantization_config is {shown(found)}, but only {method} is supported")
+        return {}
+
+    return Keys(("quantization_config",), read, lambda _: {})
 
 
 def tied(default: bool) -> Keys:
@@ -205,15 +224,20 @@ def num_experts(*names: str) -> Keys:
     return Keys(names, read, lambda model: {names[0]: model.num_experts})
 
 
+def sparse_by_step(config: Json) -> list[bool]:
+    """Return for each layer of a Qwen model whether it has experts. Raises CheckpointError."""
+    step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
+    if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
+        raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
+    without = {*dense}
+    return [layer not in without and (layer + 1) % step == 0 for layer in range(layers_of(config))]
+
+
 def sparse_layers() -> Keys:
     """Return the entry for Qwen's layers with experts: every decoder_sparse_step-th one that is not in a list."""
 
     def read(config: Json) -> dict[str, Any]:
-        step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
-        layers = layers_of(config)
-        if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
-            raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
-        with_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+        with_experts = sparse_by_step(config)
         if not any(with_experts):
             raise CheckpointError("no layer has experts")
         pattern = "[" + ",".join(str(int(each)) for each in with_experts) + "]"
@@ -286,6 +310,8 @@ def expert_groups() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         groups, chosen = value_of(config, "n_group", 1), value_of(config, "topk_group", 1)
         if groups == 1:
+            if chosen != 1:
+                raise CheckpointError(f"topk_group is {shown(chosen)} of 1 group, it must be 1")
             return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"))
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": 2}
 
@@ -293,6 +319,33 @@ def expert_groups() -> Keys:
         return {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1}
 
     return Keys(("n_group", "topk_group"), read, write)
+
+
+def several_experts(name: str, default: int) -> Keys:
+    """Return the entry for the number of experts of a token whose weights add up to 1: more than one.
+
+    The weight of a single one is its score here, and 1 there.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        count = value_of(config, name, default)
+        if count == 1:
+            raise CheckpointError(f"{name} is 1, and megalite does not normalise the score of a single expert")
+        return {"moe_router_topk": count}
+
+    return Keys((name,), read, lambda model: {name: model.moe_router_topk})
+
+
+def rotated_channels(name: str, width: str, default_width: int) -> Keys:
+    """Return the entry for the number of rotated channels of a head, which files may have instead of their share."""
+
+    def read(config: Json) -> dict[str, Any]:
+        rotated, parameters = config.get(name), config.get("rope_parameters") or config.get("rope_scaling") or config
+        if rotated is None or "partial_rotary_factor" in parameters:
+            return {}
+        return {"rotary_percent": rotated / value_of(config, width, default_width)}
+
+    return Keys((name,), read, lambda _: {})
 
 
 def normalized_scores(name: str, topk: str, default_topk: int) -> Keys:

@@ -11,9 +11,8 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.fields import flag_of
-from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.validate_model import model_problems, number_problems
-from megalite.conversion.config_keys import Json, Keys, prediction_layers
+from megalite.conversion.config_keys import UNREADABLE, Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
@@ -24,6 +23,7 @@ CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _KEPT = "a special token's number, which exports keep"
 _CHECKED = "checked: megalite has what it says, and nothing else"
+_NO_SUCH_LAYER = "it describes a kind of layer that the model does not have"
 _KINDS = get_type_hints(ModelConfig)
 
 
@@ -41,19 +41,25 @@ class Family:
     rules: tuple[Rule, ...]
     fused: tuple[Rule, ...] = ()
     """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
-    prefix: str = "model."
-    """Prefix of tensor names, which some files leave out."""
+    prefixes: Mapping[str, str] = field(default_factory=lambda: {"": "model."})
+    """Prefixes of tensor names in some files, each with that in the table; such as none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Tensor names that some files have, with the names in the table."""
     head: str = "lm_head.weight"
     """Name of the output layer. Files of a tied model may also have it, if it equals the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
     """Pattern for the names of tensors that are not weights."""
-    predicts_further: bool = False
-    """True if models may have layers after the last one, which predict further tokens.
+    further: str | None = None
+    """Pattern for the names of tensors of layers that predict further tokens, {layers} for the numbers after the last
+    layer; None if models have none.
 
     megalite does not have such layers: they are left out on reading, with a note.
     """
+    halves: int = 2
+    """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
+
+    mxfp4: bool = False
+    """True if weights of experts may be in blocks of MXFP4 (`mxfp4.py`)."""
 
     @property
     def fates(self) -> Fates:
@@ -82,16 +88,18 @@ class Family:
         """Yield each entry with the fields that it reads, or none and the problem."""
         for keys in self.keys:
             try:
-                yield keys, keys.read(config), ""
+                if keys.applies(config):
+                    yield keys, keys.read(config), ""
             except CheckpointError as error:
                 yield keys, {}, str(error)
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            except UNREADABLE:
                 there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
                 yield keys, {}, f"{', '.join(there or keys.names)} cannot be read"
 
     def key_fates(self, config: Json) -> Iterator[KeyFate]:
         """Yield the fate of each key of a config.json; of a key that is used, the flags that it stands for."""
-        read = {name: KeyFate(name, "used", _KEPT) for name in CARRIED}
+        read = {name: KeyFate(name, "noted", _NO_SUCH_LAYER) for keys in self.keys for name in keys.names}
+        read |= {name: KeyFate(name, "used", _KEPT) for name in CARRIED}
         for keys, fields, problem in self._read(config):
             why = problem or _as_flags(fields) or _CHECKED
             read |= {name: KeyFate(name, "refused" if problem else "used", why) for name in keys.names}
@@ -103,10 +111,12 @@ class Family:
 
         `config` is one that `model` accepts.
         """
-        if not self.predicts_further or not (count := prediction_layers(config)):
+        if self.further is None or "{layers}" not in self.further:
+            return self.further
+        if not (count := prediction_layers(config)):
             return None
         layers = "|".join(str(config["num_hidden_layers"] + layer) for layer in range(count))
-        return rf"model\.layers\.({layers})\..*"
+        return self.further.replace("{layers}", layers)
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json of a network.
@@ -165,21 +175,11 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
         yield str(error)
 
 
-def refuse_pattern(model: ModelConfig) -> None:
-    """Raise CheckpointError for a network with a pattern, which no format of others has here."""
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        raise CheckpointError(
-            f"{PATTERN_FLAG} {shown(pattern)}: only patterns of * and - or E in turn, which are GPTs, can be converted "
-            "yet, from a checkpoint of megalite"
-        )
-
-
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the first family that has exactly this network, and the network's config.json.
 
     If there is none, raise CheckpointError with the differences from the nearest family.
     """
-    refuse_pattern(model)
     reasons = {}
     for family in families:
         try:

@@ -45,7 +45,7 @@ class Fates:
 
     @classmethod
     def of(cls, file: str, family: str | None = None, applied: Set[str] = frozenset()) -> Fates:
-        """Return the fates for a file, the name of a table. `applied`: keys that code reads, beside those listed."""
+        """Return the fates for a file, a table. `applied`: keys that code reads, whatever the table says."""
         table = _tables()[file]
         own = table.get(family, {})
 
@@ -53,7 +53,8 @@ class Fates:
             lines = [*table.get(fate, {}).items(), *own.get(fate, {}).items()]
             return {key: reason for reason, keys in lines for key in keys.split()}
 
-        return cls(dict.fromkeys(applied, "") | by_key("applied"), by_key("no_effect"), by_key("refused"))
+        refused = {key: reason for key, reason in by_key("refused").items() if key not in applied}
+        return cls(dict.fromkeys(applied, "") | by_key("applied"), by_key("no_effect"), refused)
 
     def of_keys(self, found: Mapping[str, Any]) -> Iterator[KeyFate]:
         """Yield the fate of each key of a file."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind, natural_order, packed
 from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion.delta_families import IMAGES
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.folder_keys import check_keys
-from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
+from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
-from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.data.tokenizers import build_tokenizer
 from megalite.data.tokenizers.folder import read_folder
 from megalite.errors import CheckpointError, ConfigurationError, DataError
@@ -43,7 +44,7 @@ COMPANIONS = (
 
 def open_huggingface(folder: Path) -> OpenedModel:
     """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model."""
-    config = read_json(folder / "config.json", largest=LARGEST_CONFIG)
+    config = read_config(folder)
     family = family_of(folder, config)
     try:
         model, left_out = family.model(config), family.left_out(config)
@@ -54,7 +55,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     ends = tuple(sorted(end_tokens(folder)))
     logical = logical_tensors(model)
     # Experts one by one, or the experts of a layer together.
-    mappings = [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
+    mappings = [file_tensors(rules, model, logical, family.halves) for rules in (family.rules, family.fused) if rules]
     forms = {frozenset(each.name for each in mapping): mapping for mapping in mappings}
     files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
@@ -73,13 +74,18 @@ def open_huggingface(folder: Path) -> OpenedModel:
                 "are tied: set tie_word_embeddings to false there if they are not"
             )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
-    notes: tuple[str, ...] = ()
-    if files.left_out:
-        first = min(files.left_out, key=natural_order)
-        left_out = f"{len(files.left_out):,} tensors of layers that predict further tokens (MTP), such as {first}"
-        notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
+    notes = tuple(_left_out(folder, files.left_out))
     what = f"{family.name}, {folder}"
     return OpenedModel(what, model, source, data, length, folder, ends, is_huggingface=True, notes=notes)
+
+
+def _left_out(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield a note for each kind of layers whose tensors, with these names, are left out."""
+    images = [name for name in names if name.startswith(IMAGES)]
+    for kind, what in (({*names} - {*images}, "predict further tokens (MTP)"), (images, "see images")):
+        if kind:
+            found = f"{len(kind):,} tensors of layers that {what}, such as {min(kind, key=natural_order)}"
+            yield f"note: {folder} has {found}: megalite has no such layers and leaves them out"
 
 
 def _check_other_files(folder: Path) -> None:
@@ -103,7 +109,8 @@ def end_tokens(folder: Path) -> frozenset[int]:
     ends = frozenset[int]()
     for path in (folder / "config.json", folder / "generation_config.json"):
         if path.is_file():
-            named = read_json(path, largest=LARGEST_CONFIG).get("eos_token_id")
+            found = read_config(folder) if path.name == "config.json" else read_json(path, largest=LARGEST_CONFIG)
+            named = found.get("eos_token_id")
             tokens = named if isinstance(named, list) else [] if named is None else [named]
             if named == [] or not all(type(token) is int for token in tokens):
                 raise CheckpointError(
@@ -199,9 +206,10 @@ def write_huggingface(
     companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
     before: dict[str, Any] = {}
     if companions is not None and (companions / "config.json").is_file():
-        before = read_json(companions / "config.json", largest=LARGEST_CONFIG)
+        before = read_config(companions)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
+    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
+    files = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
     config["torch_dtype"] = dtype_name(dtype or opened.dtype)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
     shards, file_format = weight_files(files.tensors, shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
-from megalite.conversion.family import Family
+from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
+from megalite.conversion.mxfp4 import unpacked
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.restricted_pickle import StoredTensor
@@ -32,6 +33,8 @@ _LONGEST_HEADER = 1 << 25
 LARGEST_CONFIG = 4 * MIB
 """Maximum size of config.json in bytes. A file with the names of 20,000 classes has about 1 MB."""
 _LONGEST_NAME = 200
+_WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
+"""Model types whose text model is described by text_config. What sees images is left out on reading."""
 _RESIDENT = 1 << 26
 """Number of bytes that may be read from a mapped file before its memory is released. One larger tensor exceeds it."""
 _Tensors = dict[str, tuple[Kind, Callable[[], Tensor]]]
@@ -53,7 +56,7 @@ class HuggingFaceFiles:
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
         unknown = []
-        for tensors in _open(folder):
+        for tensors in _unpacked(folder) if family.mxfp4 else _open(folder):
             for name, (kind, read) in tensors.items():
                 ours = _canonical(name, family, expected)
                 if ours in expected or ours == family.head:
@@ -78,13 +81,27 @@ class HuggingFaceFiles:
 
 def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
     name = family.renamed.get(name, name)
-    return family.prefix + name if name not in expected and family.prefix + name in expected else name
+    others = (ours + name.removeprefix(theirs) for theirs, ours in family.prefixes.items() if name.startswith(theirs))
+    return name if name in expected else next((other for other in others if other in expected), name)
 
 
 def _open(folder: Path) -> Iterator[_Tensors]:
     """Open the files that transformers would choose."""
     opener, paths = chosen_files(folder)
     yield from map(opener, paths)
+
+
+def _unpacked(folder: Path) -> Iterator[_Tensors]:
+    """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
+    together: _Tensors = {}
+    for tensors in _open(folder):
+        if twice := together.keys() & tensors.keys():
+            raise CheckpointError(f"{folder} has {min(twice)} twice")
+        together |= tensors
+    try:
+        yield dict(unpacked(together))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def chosen_files(folder: Path) -> tuple[Callable[[Path], _Tensors], list[Path]]:
@@ -116,6 +133,29 @@ def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return found
+
+
+def sees_images(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json is of a model that also sees images, whose text model it describes in a part."""
+    return config.get("model_type") in _WITH_IMAGES and isinstance(config.get("text_config"), dict)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of a folder; of a model that also sees images, the part that describes its text model.
+
+    Raises CheckpointError.
+    """
+    path = folder / "config.json"
+    config = read_json(path, largest=LARGEST_CONFIG)
+    if not sees_images(config):
+        return config
+    text = config["text_config"]
+    check_keys(path, config, "with_images")
+    tied = "tie_word_embeddings"
+    if (ours := text.get(tied, config.get(tied))) != config.get(tied, ours):
+        raise CheckpointError(f"{path}: {tied} is {shown(config[tied])}, but {shown(ours)} in text_config")
+    of_both = {name: config[name] for name in (*CARRIED, tied) if name in config}
+    return {"model_type": f"{config['model_type']}_text", **of_both, **text}
 
 
 def _safetensors(path: Path) -> _Tensors:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.conversion.folder_keys import NULL, Fates, KeyFate
 from megalite.conversion.huggingface import COMPANIONS, family_of
-from megalite.conversion.huggingface_files import LARGEST_CONFIG, chosen_files, read_json
+from megalite.conversion.huggingface_files import LARGEST_CONFIG, chosen_files, read_config, read_json, sees_images
 from megalite.conversion.megatron import read_arguments
 from megalite.conversion.megatron_arguments import argument_fates
 from megalite.data.tokenizers.files import read_fields_beside
@@ -31,8 +31,10 @@ def fates_of_folder(folder: Path) -> dict[str, list[KeyFate]]:
     if not (folder / _CONFIG).is_file():
         place, _, arguments = read_arguments(folder)
         return {f"arguments in {place.name}": list(argument_fates(arguments))}
-    config = read_json(folder / _CONFIG, largest=LARGEST_CONFIG)
+    config, written = read_config(folder), read_json(folder / _CONFIG, largest=LARGEST_CONFIG)
     found = {_CONFIG: list(family_of(folder, config).key_fates(config))}
+    if sees_images(written):
+        found = {_CONFIG: list(Fates.of("with_images").of_keys(written)), f"{_CONFIG}, text_config": found[_CONFIG]}
     for name in (_GENERATION, *_INDICES):
         if (folder / name).is_file():
             table = Fates.of("generation_config" if name == _GENERATION else "index")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -23,6 +23,8 @@ from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
+from megalite.conversion.layers_of_files import numbers_by_layer, recurrent_axis_lengths
+from megalite.conversion.opened import cast_to
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -46,6 +48,8 @@ class MappedBox:
     """Index of the box in the view of the file's tensor."""
     offset: tuple[int, ...] = ()
     """First corner of the box in the logical tensor. Zeros at the end may be left out."""
+    pattern: str | None = None
+    """View of what `index` gives, an einops pattern as that of the rule; None: as it is."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,15 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "hidden": model.hidden_size,
         "heads": heads,
         "groups": groups,
-        "heads_and_two": heads // groups + 2,
+        "of_group": heads // groups * (1 + model.attention_output_gate) + 2,
         "width": model.head_dim,
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,
         "expert_ffn": model.expert_ffn_size,
+        "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "one": 1,
+        **recurrent_axis_lengths(model),
         "vocabulary": model.vocab_size or 0,
         "positions": model.max_position_embeddings or 0,
         "two": 2,
@@ -123,16 +129,19 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
     }
 
 
-def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
+def file_tensors(
+    rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]], halves: int = 2
+) -> list[FileTensor]:
     """Return the tensors of a model's files, by the rules of its family.
 
-    `logical`: shapes of the model's logical tensors, by name. Raises CheckpointError if the rules do not store each
-    element of a logical tensor exactly once.
+    `logical`: shapes of the model's logical tensors, by name. `halves`: number of halves of a layer of the files.
+    Raises CheckpointError if the rules do not store each element of a logical tensor exactly once.
     """
     found = []
+    layers = numbers_by_layer(model, halves)
     for rule in rules:
-        for layer in range(model.num_layers) if "{layer}" in rule.file else (None,):
-            found += _file_tensors(rule, model, logical, layer)
+        for layer in range(len(layers)) if "{layer}" in rule.file else (None,):
+            found += _file_tensors(rule, model, logical, layer, {} if layer is None else layers[layer])
     boxes: dict[str, list[Box]] = {name: [] for name in logical}
     for name, box, _ in (each for tensor in found for each in tensor.boxes):
         boxes[name].append(box)
@@ -142,17 +151,26 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
     return found
 
 
+def axes_of(pattern: str) -> list[list[str]]:
+    """Return the axes of the tensor that a pattern views, each with the axes that it is made of."""
+    return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", pattern.split("->")[0])]
+
+
 def _file_tensors(
-    rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
+    rule: Rule,
+    model: ModelConfig,
+    logical: Mapping[str, tuple[int, ...]],
+    layer: int | None,
+    numbers: Mapping[str, int],
 ) -> list[FileTensor]:
     """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
-    names = [_logical_name(piece.tensor, layer) for piece in pieces]
-    if not all(name in logical for name in names):
+    named = (piece.tensor if layer is None else _name_in_layer(piece.tensor, numbers) for piece in pieces)
+    names = [name for name in named if name is not None and name in logical]
+    if len(names) < len(pieces):
         return []
     lengths = axis_lengths(model)
-    axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
-    shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
+    shape = tuple(math.prod(lengths[name] for name in names) for names in axes_of(rule.pattern))
     found = []
     for expert in range(logical[names[0]][0]) if "{expert}" in rule.file else (None,):
         boxes = []
@@ -160,7 +178,7 @@ def _file_tensors(
             index, offset = piece.index, piece.offset
             if expert is not None:  # the box has an axis of experts, of length 1
                 index, offset = (None, *index), (expert, *offset)
-            view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, index)
+            view = partial(_view, rule.pattern, lengths, index, piece.pattern)
             size = tuple(view(torch.empty(shape, device="meta")).shape)
             corner = (*offset, *(0,) * (len(size) - len(offset)))
             boxes.append((logical_name, Box(corner, size), view))
@@ -170,16 +188,21 @@ def _file_tensors(
     return found
 
 
-def _logical_name(tensor: str, layer: int | None) -> str:
-    """Return the name of a logical tensor that a rule names, in a layer or outside the layers."""
-    if layer is None:
-        return tensor
+def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
+    """Return the name of a logical tensor that a rule names in a layer; None if the layer has no such tensor."""
     kind = STATE if tensor.startswith(STATE) else ""
-    return f"{kind}layers.{layer}.{tensor.removeprefix(STATE)}"
+    local = tensor.removeprefix(STATE)
+    number = numbers.get(local.partition(".")[0])
+    return None if number is None else f"{kind}layers.{number}.{local}"
 
 
-def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
-    return rearrange(values, pattern, **lengths)[index]
+def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str | None, values: Tensor) -> Tensor:
+    part = _arranged(values, pattern, lengths)[index]
+    return part if of_part is None else _arranged(part, of_part, lengths)
+
+
+def _arranged(values: Tensor, pattern: str, lengths: Mapping[str, int]) -> Tensor:
+    return rearrange(values, pattern, **{name: lengths[name] for names in axes_of(pattern) for name in names})
 
 
 class Files(Protocol):
@@ -258,11 +281,13 @@ class ToFiles:
         mapping: Sequence[FileTensor],
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        precise: Container[str] = (),
     ) -> None:
         """Create the source.
 
         `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
-        state is never cast. `device`: device on which tensors are assembled; None: the CPU.
+        state is never cast. `device`: device on which tensors are assembled; None: the CPU. `precise`: logical tensors
+        that are cast to no dtype narrower than fp32.
         """
         self._logical, self._mapping, self._device = logical, {tensor.name: tensor for tensor in mapping}, device
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
@@ -270,9 +295,8 @@ class ToFiles:
         self.tensors = {
             tensor.name: Kind(
                 tensor.shape,
-                dtype
-                if dtype is not None and not tensor.boxes[0][0].startswith(STATE)
-                else widest(logical.tensors[name] for name, _, _ in tensor.boxes),
+                cast_to(None if tensor.boxes[0][0].startswith(STATE) else dtype, tensor.boxes[0][0] in precise)
+                or widest(logical.tensors[name] for name, _, _ in tensor.boxes),
             )
             for tensor in mapping
         }

@@ -20,7 +20,7 @@ from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.tensors import Kind, natural_order
 from megalite.config import ModelConfig
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
-from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import (
     arguments_of,
     count_of,
@@ -32,7 +32,7 @@ from megalite.conversion.megatron_arguments import (
 from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
 from megalite.conversion.megatron_torch_dist import TorchDist
-from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance
@@ -57,8 +57,9 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         what = f"the arguments in {folder} describe a network that megalite does not support"
         raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
-    if model.num_experts is not None and isinstance(opened, Legacy):
-        raise CheckpointError(f"{folder} has experts: {NEWER_FORMAT}")
+    if isinstance(opened, Legacy) and (model.num_experts is not None or model.hybrid_layer_pattern is not None):
+        what = "experts" if model.hybrid_layer_pattern is None else "a pattern of layers"
+        raise CheckpointError(f"{folder} has {what}: {NEWER_FORMAT}")
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
@@ -68,7 +69,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: give their number by --true-vocab-size")
     model = replace(model, vocab_size=tokens)
     logical = logical_tensors(model)
-    mapping = file_tensors(RULES, model, logical)
+    mapping = _files_of(model, logical)
     others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=natural_order)
     if others:
         some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
@@ -91,6 +92,11 @@ def read_arguments(path: Path) -> tuple[Path, TorchDist | Legacy, Mapping[str, A
     if not arguments:
         raise CheckpointError(f"{folder} does not have the arguments of its run, which describe the network")
     return folder, opened, arguments
+
+
+def _files_of(model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
+    """Return the tensors of a network's files, of which each letter of a pattern is a layer."""
+    return file_tensors(RULES, model, logical, halves=2 if model.hybrid_layer_pattern is None else 1)
 
 
 def _resolve(path: Path) -> Path:
@@ -128,14 +134,14 @@ def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
 class _Stacked:
     """Tensors of files, in the form of Megatron-LM's distributed checkpoints (a `Source`).
 
-    If all layers are of one kind, the tensors of the layers are stacked over them along a new first axis. Tables of
-    tokens are padded with rows of zeros.
+    If all layers of a GPT are of one kind, their tensors are stacked over them along a new first axis. Tables of tokens
+    are padded with rows of zeros.
     """
 
     def __init__(self, files: ToFiles, model: ModelConfig, vocabulary: int) -> None:
         """Name and stack the tensors. `vocabulary`: rows of the tables of tokens, with padding."""
         self._files = files
-        self._stacks = len({layer.feed_forward for layer in model.layers}) == 1
+        self._stacks = len({layer.kinds for layer in model.layers}) == 1 and model.hybrid_layer_pattern is None
         self._names: dict[str, str] = {}
         """Names in `files` by the written name; of stacked tensors the one in the first layer."""
         self.tensors: dict[str, Kind] = {}
@@ -206,8 +212,8 @@ def write_megatron(
     arguments = arguments_of(model, opened.data, opened.sequence_length, vocabulary)
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
-    mapping = file_tensors(RULES, model, logical_tensors(model))
-    files = ToFiles(opened.source, mapping, dtype or opened.dtype)
+    mapping = _files_of(model, logical_tensors(model))
+    files = ToFiles(opened.source, mapping, dtype or opened.dtype, precise=kept_in_fp32(model))
     stacked = _Stacked(files, model, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)

@@ -10,13 +10,21 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, megatron_flags
-from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.layer_patterns import MOST_LAYERS
+from megalite.config.activations import ACTIVATIONS, flags_by_megatron, megatron_of
 from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems, with_router_weights
-from megalite.conversion.family import refuse_pattern
 from megalite.conversion.folder_keys import NULL, KeyFate
+from megalite.conversion.megatron_layers import (
+    LAYER_ARGUMENTS,
+    NO_NETWORK,
+    arguments_of_layers,
+    as_text,
+    is_of_pattern,
+    layer_problems,
+    layers_in,
+    pattern_in,
+)
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
@@ -25,11 +33,13 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
-    hidden_dropout attention_dropout normalization position_embedding_type"""
+    hidden_dropout attention_dropout normalization position_embedding_type attention_output_gate
+    softmax_type glu_linear_offset activation_func_clamp_value"""
 """Fields of ModelConfig that have the same name as an argument."""
 _OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
     moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate"""
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate
+    moe_latent_size"""
 """Further fields of this kind, which have a meaning only if there are experts."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",
@@ -39,25 +49,23 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
-_SWITCHES_AND_COUNTS = """multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
+_WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
+_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm
     apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
     moe_apply_probs_on_input"""
-_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
-    activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json spec moe_latent_size"""
+_CHOICES = """softmax_scale mrope_section heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+    spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
+    **dict.fromkeys(_SWITCHES_AND_COUNTS.split(), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),
-    "softmax_type": (None, "vanilla"),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 
 All other arguments that are not fields describe the run, not the network. If one of them adds tensors to the network,
 the check of the tensors finds this.
 """
-_FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
-    window_attn_skip_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size
-    seq_length"""
+_FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding
+    moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size seq_length"""
 """Arguments that are read beside fields."""
 _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_train_samples consumed_valid_samples
     cpu_offloading data_parallel_size expert_gtp_weight_remat_size fp4 fp8 grpo_samples_per_iteration
@@ -68,7 +76,6 @@ _COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_t
     virtual_pipeline_model_parallel_size world_size"""
 """Arguments of the run that are no flags, or have another name than their flag."""
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
-_NO_NETWORK = "megalite has no such network"
 _OF_THE_RUN = "describes that run, not the network: a new run has its own flags"
 _UNKNOWN = "unknown to megalite, and taken to describe that run, not the network"
 _SHOWN = 8
@@ -80,7 +87,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 
     Raises CheckpointError, listing each argument that describes a network which megalite does not have.
     """
-    unknown = {name: arguments[name] for name, neutral in _NOT_OURS.items() if arguments.get(name) not in neutral}
+    unknown = {name: arguments[name] for name in _NOT_OURS if not _is_off(name, arguments)}
     values: dict[str, Any] = {}
     for name in {**dict.fromkeys(_SAME.split()), **_OTHER_NAMES}:
         for argument in (_OTHER_NAMES.get(name, name), name):
@@ -95,17 +102,17 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     kind = values.get("position_embedding_type", "learned_absolute")
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
-    values |= _window(arguments)
     values |= _experts(arguments)
+    values |= layers_in(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
-    if values.get("num_experts") and kinds == "sinkhorn":
-        values["moe_router_load_balancing_type"] = ("sinkhorn",)
-    elif values.get("num_experts") and isinstance(kinds, list) and "sinkhorn" in kinds:
+    if values.get("num_experts") and kinds in _WITHOUT_LOSS:
+        values["moe_router_load_balancing_type"] = (kinds,)
+    elif values.get("num_experts") and isinstance(kinds, list) and set(_WITHOUT_LOSS) & set(kinds):
         unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
     unknown |= {name: value for name, value in values.items() if not fits(value, hints[name])}
-    problems = [f"  --{name.replace('_', '-')} {shown(value)}: {_NO_NETWORK}" for name, value in unknown.items()]
+    problems = [f"  --{name.replace('_', '-')} {shown(value)}: {NO_NETWORK}" for name, value in unknown.items()]
     problems += [
         f"  --{name.replace('_', '-')} is missing"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -121,21 +128,31 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if model.num_experts is not None and model.add_bias_linear:
-        problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
+        problems.append("  --num-experts with --add-bias-linear: biases of experts and routers are not converted")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
+    problems = problems or [f"  {problem}" for problem in layer_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
     return model
 
 
+def _is_off(name: str, arguments: Mapping[str, Any]) -> bool:
+    """Tell whether an argument of `_NOT_OURS` has a value with which it has no effect."""
+    value = arguments.get(name)
+    if value in _NOT_OURS[name]:
+        return True
+    return pattern_in(arguments) is not None and is_of_pattern(name, value)
+
+
 def argument_fates(arguments: Mapping[str, Any]) -> Iterator[KeyFate]:
     """Yield the fate of each argument of a checkpoint."""
     used = {*_SAME.split(), *_OF_EXPERTS.split(), *_FURTHER.split(), *_OTHER_NAMES, *_OTHER_NAMES.values()}
+    used |= LAYER_ARGUMENTS
     used |= {*_TOKENIZER.split(), *_TIKTOKEN.split(), *(row.megatron or "" for row in ACTIVATIONS)}
     for name, value in sorted(arguments.items()):
         if name in _NOT_OURS:
-            off = value in _NOT_OURS[name]
-            yield KeyFate(name, "noted" if off else "refused", "off" if off else f"{shown(value)}: {_NO_NETWORK}")
+            off = _is_off(name, arguments)
+            yield KeyFate(name, "noted" if off else "refused", "off" if off else f"{shown(value)}: {NO_NETWORK}")
         elif value is None:
             yield KeyFate(name, "noted", NULL)
         elif name in used:
@@ -166,35 +183,15 @@ def _flags_of_runs() -> set[str]:
     return {*_COMPUTED.split(), *flags, *bare, *fields_by_name()}
 
 
-def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for a sliding window.
-
-    `window_size` is (keys before, keys after), and -1 means all keys. `window_attn_skip_freq` is N, or a list of 0, 1.
-    """
-    size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
-    if size is None:
-        return {}
-    text = _text(size)
-    text = text.strip("[]").replace(" ", "") if isinstance(size, list | tuple) else text
-    if text.replace(" ", "").strip("()").startswith("-1,"):
-        return {}
-    return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": _text(skip)})
-
-
 def _experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for layers with experts. `moe_layer_freq` is N, or a list of 0, 1."""
     if not arguments.get("num_experts"):
         return {}
     given = {name: arguments[name] for name in _OF_EXPERTS.split() if arguments.get(name) is not None}
     layers = arguments.get("moe_layer_freq")
-    return given if layers in (None, 1) else given | {"moe_layer_freq": _text(layers)}
-
-
-def _text(value: object) -> str:
-    """Return a number, a text or a list of integers as text, in the form that a flag takes."""
-    if isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(type(each) is int for each in value):
-        return str(list(value))
-    return value if isinstance(value, str) else shown(value)
+    if layers in (None, 1) or pattern_in(arguments) is not None:
+        return given
+    return given | {"moe_layer_freq": as_text(layers)}
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
@@ -233,10 +230,8 @@ def arguments_of(
 
     Raises CheckpointError, listing each flag that Megatron-LM does not support, if no arguments can describe it.
     """
-    refuse_pattern(model)
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}
-    windows = [layer.keys_before for layer in model.layers]
     arguments |= {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
@@ -244,8 +239,6 @@ def arguments_of(
         **megatron_of(model.activation),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "window_size": next(((before, 0) for before in windows if before is not None), None),
-        "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
         "seq_length": sequence_length or model.max_position_embeddings,
         "max_position_embeddings": model.max_position_embeddings or sequence_length,
         "vocab_size": (model.vocab_size or 0) - _more_tokens(data.get("tokenizer_type")),
@@ -264,12 +257,15 @@ def arguments_of(
     if model.num_experts is not None:
         with_experts = [int(layer.feed_forward == "moe") for layer in model.layers]
         arguments |= {name: getattr(model, name) for name in _OF_EXPERTS.split()}
+        if model.balances_by_quantiles:
+            arguments["moe_router_load_balancing_type"] = "quantile_balancing"
         arguments |= {
             "moe_ffn_hidden_size": model.expert_ffn_size,
             "moe_layer_freq": 1 if all(with_experts) else with_experts,
             "expert_model_parallel_size": 1,
             "expert_tensor_parallel_size": 1,
         }
+    arguments |= arguments_of_layers(model)
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
     if different:

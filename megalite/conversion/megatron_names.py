@@ -1,4 +1,4 @@
-"""Names of the tensors of a GPT in Megatron-LM, and the logical tensors in each of them.
+"""Names of the tensors of a network in Megatron-LM, and the logical tensors in each of them.
 
 The names are those of megatron-core with Transformer Engine, including the number of the layer. Distributed checkpoints
 use these names for every implementation. `canonical` translates the names of all other versions.
@@ -7,6 +7,7 @@ use these names for every implementation. `canonical` translates the names of al
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from megalite.config import ModelConfig
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
@@ -16,22 +17,26 @@ OUTPUT = "output_layer.weight"
 TOKEN_TABLES = (WORD, OUTPUT)
 """Tensors with one row per token. They may have further rows that pad the vocabulary."""
 _ATTENTION, _MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
+_MAMBA = "decoder.layers.{layer}.mixer."
 _GATE_UP = "(two ffn) hidden -> two ffn hidden", "(two ffn) -> two ffn"
 
 
 def _query_key_value(suffix: str = "") -> Rule:
-    """Return the rule of the fused matrix: per group its query heads, its key and its value."""
+    """Return the rule of the fused matrix: per group its query heads, their gates if any, its key and its value."""
 
     def pieces(model: ModelConfig) -> tuple[MappedBox, ...]:
         heads = model.num_attention_heads // model.kv_groups
-        queries = (
-            MappedBox(f"attention.query{suffix}", (group, slice(heads)), (group * heads,))
+        parts = ["query", "gate"] if model.attention_output_gate else ["query"]
+        of_heads = (
+            MappedBox(f"attention.{part}{suffix}", (group, slice(at * heads, (at + 1) * heads)), (group * heads,))
+            for at, part in enumerate(parts)
             for group in range(model.kv_groups)
         )
-        return (*queries, MappedBox(f"attention.key_value{suffix}", (slice(None), slice(heads, None))))
+        rest = slice(len(parts) * heads, None)
+        return (*of_heads, MappedBox(f"attention.key_value{suffix}", (slice(None), rest)))
 
     name, hidden = _ATTENTION + "linear_qkv.", "" if suffix else " hidden"
-    groups = "groups heads_and_two width"
+    groups = "groups of_group width"
     return Rule(f"{name}{'bias' if suffix else 'weight'}", f"({groups}){hidden} -> {groups}{hidden}", pieces)
 
 
@@ -41,15 +46,78 @@ def _experts() -> tuple[Rule, ...]:
     rules = (
         (_MLP + "router.weight", "experts hidden -> experts hidden", "moe.router"),
         (_MLP + "router.expert_bias", "experts -> experts", "state/moe.expert_bias"),
-        (experts + "1.weight", "experts (two expert_ffn) hidden -> experts two expert_ffn hidden", "moe.gate_up"),
-        (experts + "1.weight", "experts expert_ffn hidden -> experts expert_ffn hidden", "moe.up"),
-        (experts + "2.weight", "experts hidden expert_ffn -> experts hidden expert_ffn", "moe.down"),
+        (_MLP + "router.qb_beta", "experts -> experts", "state/moe.quantile_offset"),
+        (
+            experts + "1.weight",
+            "experts (two expert_ffn) expert_hidden -> experts two expert_ffn expert_hidden",
+            "moe.gate_up",
+        ),
+        (experts + "1.weight", "experts expert_ffn expert_hidden -> experts expert_ffn expert_hidden", "moe.up"),
+        (experts + "2.weight", "experts expert_hidden expert_ffn -> experts expert_hidden expert_ffn", "moe.down"),
         (shared + "linear_fc1.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),
         (shared + "linear_fc1.weight", "shared_ffn hidden -> shared_ffn hidden", "moe.shared.up"),
         (shared + "linear_fc2.weight", "hidden shared_ffn -> hidden shared_ffn", "moe.shared.down"),
+        (_MLP + "fc1_latent_proj.weight", "expert_hidden hidden -> expert_hidden hidden", "moe.latent_down"),
+        (_MLP + "fc2_latent_proj.weight", "hidden expert_hidden -> hidden expert_hidden", "moe.latent_up"),
         (shared + "gate_weight", "one hidden -> one hidden", "moe.shared_gate"),
     )
     return tuple(Rule(file, pattern, (MappedBox(tensor),)) for file, pattern, tensor in rules)
+
+
+def _parts(file: str, last: str, of_tensor: str, parts: Mapping[str, str]) -> tuple[Rule, ...]:
+    """Return the rules of a matrix of which each part is stored by itself. `parts`: axes of their rows, by name."""
+    return tuple(
+        Rule(f"{file}.{part}", f"({axes}) {last} -> {axes} ({last})", (MappedBox(of_tensor.format(part)),))
+        for part, axes in parts.items()
+    )
+
+
+def _mamba() -> tuple[Rule, ...]:
+    """Return the rules of a Mamba-2 layer."""
+    heads, groups = "mamba_heads mamba_width", "mamba_groups mamba_state"
+    convolved = {"x": heads, "B": groups, "C": groups}
+    vectors = (
+        *((_MAMBA + part, "mamba_heads", f"mamba.{part}") for part in ("dt_bias", "A_log", "D")),
+        *((f"{_MAMBA}conv1d.bias.{part}", axes, f"mamba.conv_{part}_bias") for part, axes in convolved.items()),
+        (_MAMBA + "norm.weight", heads, "mamba.norm.weight"),
+    )
+    return (
+        *norm(_MAMBA + "in_proj.layer_norm", "mamba_norm", joint="_"),
+        *_parts(_MAMBA + "in_proj.weight", "hidden", "mamba.{}", {"z": heads, **convolved, "dt": "mamba_heads"}),
+        *_parts(_MAMBA + "conv1d.weight", "one mamba_taps", "mamba.conv_{}", convolved),
+        *(Rule(file, f"({axes}) -> {axes}", (MappedBox(tensor),)) for file, axes, tensor in vectors),
+        Rule(_MAMBA + "out_proj.weight", f"hidden ({heads}) -> hidden {heads}", (MappedBox("mamba.output"),)),
+    )
+
+
+def _gated_delta() -> tuple[Rule, ...]:
+    """Return the rules of a gated delta net."""
+    keys, values, heads = "key_heads key_width", "value_heads value_width", "value_heads"
+    convolved = {"query": keys, "key": keys, "value": values}
+    vectors = (
+        ("dt_bias", heads, "dt_bias"),
+        ("A_log", heads, "A_log"),
+        ("out_norm.weight", "value_width", "norm.weight"),
+    )
+    return (
+        *norm(_ATTENTION + "linear_qkv.layer_norm", "gated_delta_norm", joint="_"),
+        *_parts(
+            _ATTENTION + "in_proj.weight",
+            "hidden",
+            "gated_delta.{}",
+            {**convolved, "z": values, "beta": heads, "alpha": heads},
+        ),
+        *_parts(_ATTENTION + "conv1d.weight", "one delta_taps", "gated_delta.conv_{}", convolved),
+        *(
+            Rule(_ATTENTION + file, f"{axes} -> {axes}", (MappedBox(f"gated_delta.{part}"),))
+            for file, axes, part in vectors
+        ),
+        Rule(
+            _ATTENTION + "out_proj.weight",
+            f"hidden ({values}) -> hidden {values}",
+            (MappedBox("gated_delta.output"),),
+        ),
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -60,12 +128,15 @@ RULES: tuple[Rule, ...] = (
     _query_key_value("_bias"),
     *norm(_ATTENTION + "q_layernorm", "attention.query_norm", "width"),
     *norm(_ATTENTION + "k_layernorm", "attention.key_norm", "width"),
+    Rule(_ATTENTION + "core_attention.softmax_offset", "heads -> heads", (MappedBox("attention.sink"),)),
     *linear(_ATTENTION + "linear_proj", ATTENTION_OUTPUT, MappedBox("attention.output")),
     *norm(_MLP + "linear_fc1.layer_norm", "mlp_norm", joint="_"),
     *linear(_MLP + "linear_fc1", _GATE_UP, MappedBox("mlp.gate_up")),
     *linear(_MLP + "linear_fc1", UP, MappedBox("mlp.up")),
     *linear(_MLP + "linear_fc2", DOWN, MappedBox("mlp.down")),
     *_experts(),
+    *_mamba(),
+    *_gated_delta(),
     *norm("decoder.final_layernorm", "final_norm"),
     table(OUTPUT, "vocabulary", "output"),
 )
@@ -79,11 +150,13 @@ _OTHER_NAMES = (  # names of older versions, and without Transformer Engine; rep
     (r"\.dense_h_to_4h\.", ".linear_fc1."),
     (r"\.dense_4h_to_h\.", ".linear_fc2."),
     (r"\.input_(layer)?norm\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\.self_attention\.in_proj\.layer_norm_", ".self_attention.linear_qkv.layer_norm_"),
+    (r"(\.layers\.\d+)\.norm\.", r"\1.mixer.in_proj.layer_norm_"),
     (r"\.(pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp.linear_fc1.layer_norm_"),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"^word_embeddings_for_head\.", "output_layer."),
 )
-_NORM_OF_EXPERTS = re.compile(r"(decoder\.layers\.(\d+)\.)mlp\.linear_fc1\.layer_norm_(weight|bias)")
+_NORM = re.compile(r"(decoder\.layers\.(\d+)\.)(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)")
 _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
@@ -97,12 +170,19 @@ def canonical(name: str) -> str:
 def written(name: str, model: ModelConfig) -> str:
     """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
 
-    The norm before experts is not fused with their first matrix.
+    The norm before experts is not fused with their first matrix, and that before a gated delta net with its own. The
+    norm after all layers has another name if there is a pattern of layers.
     """
-    norm_of_experts = _NORM_OF_EXPERTS.fullmatch(name)
-    if norm_of_experts is None or model.layers[int(norm_of_experts[2])].feed_forward == "dense":
+    if model.hybrid_layer_pattern is not None:
+        name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    if (found := _NORM.fullmatch(name)) is None:
         return name
-    return f"{norm_of_experts[1]}pre_mlp_layernorm.{norm_of_experts[3]}"
+    layer = model.layers[int(found[2])]
+    if layer.feed_forward == "moe" and found[3].startswith("mlp"):
+        return f"{found[1]}pre_mlp_layernorm.{found[4]}"
+    if layer.mixer == "gated_delta" and found[3].startswith("self_attention"):
+        return f"{found[1]}self_attention.in_proj.layer_norm_{found[4]}"
+    return name
 
 
 def is_weight(name: str) -> bool:

@@ -17,12 +17,12 @@ from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_ch
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
-from megalite.config.model import as_gpt, without_stages
+from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
 from megalite.conversion.huggingface import copy_companions, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
+from megalite.conversion.opened import OpenedModel, Renamed, kept_in_fp32, logical_tensors, states_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel
@@ -50,7 +50,7 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
-    model = without_stages(as_gpt(model_config(reader.path, config)))
+    model = as_gpt(model_config(reader.path, config))
     names = {name: name for name in reader.tensors if name.startswith(STATE)}
     if names:
         names = {name: name for name in names if name not in states_of_training(model)}
@@ -94,7 +94,7 @@ def write_megalite(
     """
     dtype = dtype or opened.dtype
     names = {name if name.startswith(STATE) else MODEL + name: name for name in opened.source.tensors}
-    source = Renamed(opened.source, names, dtype)
+    source = Renamed(opened.source, names, dtype, kept_in_fp32(opened.config))
     if layout is None:
         cut = cut_evenly(source.tensors, -(-sum(kind.size for kind in source.tensors.values()) // FILE))
     else:
@@ -123,7 +123,6 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     Raises ConfigurationError if the model cannot be divided in this way.
     """
     check_divides(model, parallel)
-    model = without_stages(model)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
     size = parallel.ranks_needed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,14 @@ class OpenedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Widest dtype of the weights. Modules' state, which is always fp32, does not count."""
-        return widest(kind for name, kind in self.source.tensors.items() if not name.startswith(STATE))
+        """Widest dtype of the weights that are not always fp32."""
+        return dtype_of_weights(self.source.tensors, self.config)
+
+
+def dtype_of_weights(kinds: Mapping[str, Kind], model: ModelConfig) -> torch.dtype:
+    """Return the widest dtype of a network's weights, by name, without those that are kept in fp32."""
+    precise = kept_in_fp32(model)
+    return widest(kind for name, kind in kinds.items() if not name.startswith(STATE) and name not in precise)
 
 
 def tensors_of_training(model: ModelConfig) -> dict[str, LogicalTensor]:
@@ -67,8 +73,14 @@ def tensors_of_training(model: ModelConfig) -> dict[str, LogicalTensor]:
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the logical tensors on which a network's function depends, as `tensors_of_training` does."""
-    without_losses = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    kinds = model.moe_router_load_balancing_type if model.balances_by_quantiles else ("none",)
+    without_losses = replace(model, moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=(0.0,))
     return {name: tensor.shape for name, tensor in tensors_of_training(without_losses).items()}
+
+
+def kept_in_fp32(model: ModelConfig) -> frozenset[str]:
+    """Return the names of the logical tensors that are fp32 in a network whose dtype is narrower."""
+    return frozenset(name for name, tensor in tensors_of_training(model).items() if tensor.fp32)
 
 
 def states_of_training(model: ModelConfig) -> set[str]:
@@ -94,17 +106,32 @@ def check_sizes(folder: Path, model: ModelConfig) -> None:
         )
 
 
+def cast_to(dtype: torch.dtype | None, precise: bool) -> torch.dtype | None:
+    """Return the dtype to which a weight is cast; None for no cast. `precise`: to none narrower than fp32."""
+    return torch.promote_types(dtype, torch.float32) if precise and dtype is not None else dtype
+
+
 class Renamed:
     """Tensors of a source under other names, with the weights optionally cast to another dtype (a `Source`)."""
 
-    def __init__(self, source: Source, names: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
-        """Create the source. `names` has the name of each tensor in `source`, by its new name."""
+    def __init__(
+        self,
+        source: Source,
+        names: Mapping[str, str],
+        dtype: torch.dtype | None = None,
+        precise: Container[str] = (),
+    ) -> None:
+        """Create the source.
+
+        `names` has the name of each tensor in `source`, by its new name. `precise`: names in `source` of weights that
+        are cast to no dtype narrower than fp32.
+        """
         self._source, self._names = source, names
-        kinds = {name: source.tensors[old] for name, old in names.items()}
-        self.tensors = {
-            name: Kind(kind.shape, torch.float32 if name.startswith(STATE) else dtype or kind.dtype)
-            for name, kind in kinds.items()
-        }
+        self.tensors = {}
+        for name, old in names.items():
+            kind = source.tensors[old]
+            to = torch.float32 if name.startswith(STATE) else cast_to(dtype, old in precise) or kind.dtype
+            self.tensors[name] = Kind(kind.shape, to)
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         self._source.fill(self._names[name], box, values)

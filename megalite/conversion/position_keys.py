@@ -95,14 +95,17 @@ def rotary(
     default_share: float = 1.0,
     *,
     default_base: float = 10_000.0,
+    otherwise: Json | None = None,
 ) -> Keys:
     """Return the entry for rotary embeddings: their base, the rotated share of a head, and their scaling.
 
-    `share` is the key for the rotated share. If it is None, the family always rotates whole heads.
+    `share` is the key for the rotated share. If it is None, the family always rotates whole heads. `otherwise`: the
+    scaling of files without one; None: nothing is scaled.
     """
+    unscaled = None if otherwise is None else {"rope_type": "default"}
 
     def read(config: Json) -> dict[str, Any]:
-        parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        parameters = config.get("rope_scaling") or config.get("rope_parameters") or otherwise or {}
         base: Any = parameters.get("rope_theta", config.get(theta, default_base))
         part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
         if share is None and part != 1.0:
@@ -111,7 +114,7 @@ def rotary(
         return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        written = {theta: model.rotary_base, "rope_scaling": _scaling(model) or None}
+        written = {theta: model.rotary_base, "rope_scaling": _scaling(model) or unscaled}
         return written if share is None else written | {share: model.rotary_percent}
 
     return Keys((theta, share or "partial_rotary_factor", "rope_scaling", "rope_parameters"), read, write)
@@ -221,12 +224,12 @@ def window_from_layer(*, states_layers: bool = False) -> Keys:
     return Keys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
-def window_pattern(full_every: int, *, pattern_key: bool = False) -> Keys:
+def window_pattern(full_every: int, *, pattern_key: bool = False, default: int = 4096) -> Keys:
     """Return the entry for Gemma: in each group of `full_every` layers, the last one has no window.
 
-    `pattern_key`: the family has a key for the size of the group.
+    `pattern_key`: the family has a key for the size of the group. `default`: the window if the key is missing.
     """
-    default, pattern = 4096, "sliding_window_pattern"
+    pattern = "sliding_window_pattern"
 
     def read(config: Json) -> dict[str, Any]:
         every = value_of(config, pattern, full_every)

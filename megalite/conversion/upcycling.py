@@ -47,7 +47,7 @@ def weights_add_up_to_one(model: ModelConfig) -> bool:
     """Tell whether equal experts compute what one of them does, for each token and choice."""
     if model.topk_scaling_factor != 1.0 or model.moe_shared_expert_intermediate_size is not None:
         return False
-    if model.moe_router_score_function == "sigmoid":
+    if model.moe_router_score_function != "softmax":
         return model.moe_router_topk > 1
     return not model.moe_router_pre_softmax or model.moe_router_topk == model.num_experts
 

@@ -207,6 +207,7 @@ def next_token_logits(
     padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in tokens], device=device)
     positions = torch.tensor(read, device=device).unsqueeze(1) + torch.arange(longest, device=device)
     last = torch.tensor([len(row) - 1 for row in tokens], device=device)
+    cache.ends = positions[:, 0] + last + 1
     hidden = torch.empty(len(tokens), network.config.hidden_size, dtype=stage.dtype, device=device)
     for start in range(0, longest, _CHUNK):
         columns = slice(start, start + _CHUNK)

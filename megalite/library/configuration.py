@@ -13,6 +13,7 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.config.pipeline_layout import with_stages_of_pattern
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import least_micro_batches, validate, validate_task
@@ -137,6 +138,9 @@ def configured(
         sections = {**sections, "parallel": replace(sections["parallel"], cp_comm_type=("all_gather",))}
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     config = _with_settings(config, settings, own)
+    if isinstance(config, RunConfig):
+        model, parallel = with_stages_of_pattern(config.model, config.parallel)
+        config = replace(config, model=model, parallel=parallel)
     training = config.training
     samples = training.micro_batch_size * least_micro_batches(config.parallel, world_size)
     batch, evaluation = training.global_batch_size or samples, training.eval_global_batch_size or samples

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from megalite.config.model import SoftmaxType
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import KeyValueCache
 from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.heads_norm import HeadsNorm
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -20,6 +23,7 @@ from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
 from megalite.parallel.stage_module import Inside
+from megalite_kernels.activation import sigmoid_gated
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -39,6 +43,10 @@ class AttentionSizes:
         cap: soft cap of the scores; None for no cap.
         dropout: dropout probability of attention probabilities.
         rotary_interleaved: rotate channel 2i with 2i + 1, instead of channel i with i + half of the rotated channels.
+        rotary: rotate queries and keys by their positions, if the network does.
+        output_gate: multiply the output with the sigmoid of a gate, which the input gives like queries.
+        softmax_type: softmax over the logits of the keys (vanilla), and for each head a sink, one more logit without a
+            value: 0 (off-by-one) or learned (learnable).
     """
 
     hidden: int
@@ -54,6 +62,9 @@ class AttentionSizes:
     cap: float | None = None
     dropout: float = 0.0
     rotary_interleaved: bool = False
+    rotary: bool = True
+    output_gate: bool = False
+    softmax_type: SoftmaxType = "vanilla"
 
 
 def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -87,18 +98,40 @@ def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[i
 
 
 def _query_key_value(
-    sizes: AttentionSizes, context: ParallelContext, query: LogicalTensor, key_value: LogicalTensor
+    sizes: AttentionSizes, context: ParallelContext, of_heads: Sequence[LogicalTensor], key_value: LogicalTensor
 ) -> list[Sharding]:
-    """Place queries and keys and values.
+    """Place queries, perhaps gates of the output, and keys and values.
 
-    The first placement fuses queries with the groups that only this rank has. One more follows for each set of ranks
-    that share groups.
+    The first placement fuses what is `of_heads` with the groups that only this rank has. One more follows for each set
+    of ranks that share groups.
     """
     group = context.group("heads")
     runs = key_value_runs(sizes.heads, sizes.groups, group.size, group.rank)
-    own = context.split(query, {0: "heads"}, columns=len(query.shape) - 2)
-    fused = stacked([own, *(_key_value(group, key_value, run) for run in runs if len(run[2]) == 1)])
+    own = [context.split(tensor, {0: "heads"}, columns=len(tensor.shape) - 2) for tensor in of_heads]
+    fused = stacked([*own, *(_key_value(group, key_value, run) for run in runs if len(run[2]) == 1)])
     return [fused, *(_key_value(group, key_value, run) for run in runs if len(run[2]) > 1)]
+
+
+def _heads_norm(
+    context: ParallelContext, name: str, sizes: AttentionSizes, epsilon: float, around_one: bool
+) -> HeadsNorm:
+    """Make the norm of queries and keys over all heads. Its weights lie where queries and keys do."""
+    group, initial = context.group("heads"), Constant(0.0 if around_one else 1.0)
+    of_queries, of_keys = (
+        LogicalTensor(f"{name}.{part}_norm.weight", (count, sizes.width), initial, False)
+        for part, count in (("query", sizes.heads), ("key", sizes.groups))
+    )
+    runs = key_value_runs(sizes.heads, sizes.groups, group.size, group.rank)
+    runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the groups
+    return HeadsNorm(
+        context,
+        context.split(of_queries, {0: "heads"}, columns=0),
+        [_key_value(group, of_keys, run) for run in runs],
+        [len(sharers) for _, count, sharers in runs for _ in range(count)],
+        (sizes.heads * sizes.width, sizes.groups * sizes.width),
+        epsilon=epsilon,
+        around_one=around_one,
+    )
 
 
 class Attention(nn.Module):
@@ -111,6 +144,7 @@ class Attention(nn.Module):
         sizes: AttentionSizes,
         *,
         norm: Callable[..., LayerNorm] | None = None,
+        norm_over_heads: tuple[float, bool] | None = None,
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
@@ -119,6 +153,8 @@ class Attention(nn.Module):
 
         Args:
             norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
+            norm_over_heads: epsilon of an RMSNorm of the queries, and of the keys, of all heads together, and if its
+                weights are around one; None for none.
             layer: number among the network's attention layers: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
@@ -126,7 +162,9 @@ class Attention(nn.Module):
         super().__init__()
         group = context.group("heads")
         self.head_dim, self.heads = sizes.width, sizes.heads // group.size
-        self.window, self.rotary_interleaved = sizes.window, sizes.rotary_interleaved
+        self.window, self.rotary, self.rotary_interleaved = sizes.window, sizes.rotary, sizes.rotary_interleaved
+        self.of_heads = [self.heads * self.head_dim] * (2 if sizes.output_gate else 1)
+        """Columns of queries, and of gates if there are any."""
         self._make_projections(context, name, sizes)
         pattern, draw = "hidden heads width -> 1 hidden (heads width)", Normal(sizes.output_std)
         output = LogicalTensor(f"{name}.output", (sizes.hidden, sizes.heads, sizes.width), draw, True, pattern)
@@ -142,6 +180,15 @@ class Attention(nn.Module):
             # Each rank normalizes its own heads, so these gradients are partial even without sequence parallelism.
             self.query_norm = norm(context, f"{name}.query_norm", sizes.width, of_part=True)
             self.key_norm = norm(context, f"{name}.key_norm", sizes.width, of_part=True)
+        self.sink: Tensor | None = None
+        if sizes.softmax_type == "learnable":
+            sink = LogicalTensor(f"{name}.sink", (sizes.heads,), Normal(sizes.std), False)
+            self.sink = context.parameter(context.split(sink, {0: "heads"}, columns=0))
+        elif sizes.softmax_type == "off-by-one":
+            self.sink = torch.zeros(self.heads, device=context.mesh.device)
+        self.heads_norm = None
+        if norm_over_heads is not None:
+            self.heads_norm = _heads_norm(context, name, sizes, *norm_over_heads)
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=self._key_value_of_head(sizes, group),
@@ -156,18 +203,20 @@ class Attention(nn.Module):
             self.core = ContextParallelCore(local, context, way or AttentionWay())
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
-        """Make the projections to queries, keys and values: one layer, whose tensors are `query` and `key_value`."""
+        """Make the projections to queries, keys, values and gates: one layer of `query`, `gate` and `key_value`."""
         heads, groups, width, hidden = sizes.heads, sizes.groups, sizes.width, sizes.hidden
         draw, matrices = Normal(sizes.std), "heads width hidden -> 1 (heads width) hidden"
-        query = LogicalTensor(f"{name}.query", (heads, width, hidden), draw, True, matrices)
+        parts = ["query", "gate"] if sizes.output_gate else ["query"]
+        of_heads = [LogicalTensor(f"{name}.{part}", (heads, width, hidden), draw, True, matrices) for part in parts]
         matrices = "groups two width hidden -> two (groups width) hidden"
         key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
         biases: list[Sharding] = []
         if sizes.bias:
-            query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
-            key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), Constant(0.0), False)
-            biases = _query_key_value(sizes, context, query_bias, key_value_bias)
-        weights = _query_key_value(sizes, context, query, key_value)
+            zero = Constant(0.0)
+            vectors = [LogicalTensor(f"{name}.{part}_bias", (heads, width), zero, False) for part in parts]
+            key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), zero, False)
+            biases = _query_key_value(sizes, context, vectors, key_value_bias)
+        weights = _query_key_value(sizes, context, of_heads, key_value)
         self.query_key_value = ColumnParallelLinear(context, "heads", weights, biases)
 
     @property
@@ -185,23 +234,30 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
-        query, key, value = self._project(hidden, context)
+        query, key, value, gate = self._project(hidden, context)
         if (cache := context.cache) is not None:
             key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
-        return self.output(self.core(query, key, value, context.masks[self.window], context.layout, random))
+        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random, self.sink)
+        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
-    def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
+    def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys, values, and gates if there are any.
+
+        Queries are [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim], gates
+        [sequence, batch, heads * head_dim].
+        """
         projected = self.query_key_value(hidden)
-        columns = self.heads * self.head_dim
         # One split and one unbind: each slice would have a gradient of the full width, and autograd would add them.
-        query, key_value = projected.split([columns, projected.shape[-1] - columns], dim=-1)
+        rest = projected.shape[-1] - sum(self.of_heads)
+        query, *gates, key_value = projected.split([*self.of_heads, rest], dim=-1)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        elif self.heads_norm is not None:
+            query, key = self.heads_norm(query, key)
         rotary = context.rotary if self.window is None else context.windowed_rotary
-        if rotary is not None:
+        if rotary is not None and self.rotary:
             query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
-        return query, key, value
+        return query, key, value, gates[0] if gates else None

@@ -14,6 +14,7 @@ from megalite.model.sample_mask import SampleMask
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
+from megalite_kernels.attention_sink import attention_with_sink
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class LocalCore:
         mask: Mask | SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -56,18 +58,28 @@ class LocalCore:
             mask: as in megalite_kernels.attention.
             layout: indices of the queries in their samples.
             random: key of the dropout; None for no dropout.
+            sink: one more logit of the softmax for each head, without a value, [heads]; None for none.
 
         Returns:
             Weighted values, [tokens, batch, heads * head_dim].
         """
         assert not isinstance(mask, SampleMask), "only context parallelism cuts samples"
-        core = functools.partial(self._attend, mask=mask, layout=layout, random=random)
-        if (self.recompute or keeps_scores(mask, self.cap)) and torch.is_grad_enabled():
+        core = functools.partial(self._attend, mask=mask, layout=layout, random=random, sink=sink)
+        keeps = sink is None and keeps_scores(mask, self.cap)
+        if (self.recompute or keeps) and torch.is_grad_enabled():
             return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         return core(query, key, value)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: SequenceLayout, random: RandomKey | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+        sink: Tensor | None,
     ) -> Tensor:
         """Compute attention from all three as [batch, heads or groups, tokens, head_dim].
 
@@ -77,12 +89,15 @@ class LocalCore:
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)
             drop = random.dropout_mask(self.dropout, self.site, rows)
-            if draws_its_own(query.device, query.dtype, self.cap):
+            if sink is None and draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
         if not self.groups_are_even:
             key, value = key[:, :, self.groups], value[:, :, self.groups]
         query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
-        mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
+        if sink is None:
+            mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
+        else:
+            mixed = attention_with_sink(query, key, value, mask, sink, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     @functools.cached_property

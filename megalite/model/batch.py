@@ -100,6 +100,7 @@ class LayerContext:
         padding: [tokens of `rows`, batch] bool, true for tokens that only fill up a sample; None if there are none.
         replayed: [tokens of `rows`, batch, layers with experts, topk], as in `MicroBatch`.
         choices: as in `MicroBatch`.
+        first_keys: as in `MicroBatch`: where the documents of a sample begin.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -112,6 +113,7 @@ class LayerContext:
     padding: Tensor | None = None
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
+    first_keys: Tensor | None = None
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

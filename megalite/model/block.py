@@ -59,6 +59,8 @@ class Block(nn.Module):
         self.attention_output_norm = norm(mixes, mixer, of_output=True)
         self.mlp_output_norm = norm(feeds, feed_forward, of_output=True)
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
+        self.multiplier = config.residual_multiplier
+        """Factor of the branches."""
         self.attention_site = cast(Site, site(mixes, mixer))
         self.mlp_site = cast(Site, site(feeds, feed_forward))
         self.in_parts: Callable[[Tensor, LayerContext, float], Tensor] | None = None
@@ -83,13 +85,16 @@ class Block(nn.Module):
             if self.attention_output_norm is not None:
                 branch = self.attention_output_norm(branch)
             branch = dropout(branch, probability, context.key, self.attention_site, context.rows)
+            if self.multiplier != 1.0:
+                branch = branch * self.multiplier
         if (norm := self.mlp_norm) is None or (feed_forward := self.mlp) is None:
             assert branch is not None
             return LayerOutput(hidden, branch)
         if self.in_parts is not None:
             total = hidden if branch is None else hidden + branch
             source = hidden if self.parallel_residual else total
-            return LayerOutput(total, self.in_parts(source, context, probability))
+            branch = self.in_parts(source, context, probability)
+            return LayerOutput(total, branch if self.multiplier == 1.0 else branch * self.multiplier)
         if branch is None:
             normed = norm(hidden)
         elif self.parallel_residual:
@@ -99,4 +104,5 @@ class Block(nn.Module):
         transformed, terms = feed_forward(normed, context)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
-        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows), terms)
+        branch = dropout(transformed, probability, context.key, self.mlp_site, context.rows)
+        return LayerOutput(hidden, branch if self.multiplier == 1.0 else branch * self.multiplier, terms)

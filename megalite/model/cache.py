@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,6 +32,13 @@ class StageCache:
         self.slots = slots
         self.positions = torch.empty(0, 0, dtype=torch.int64)
         """Positions [batch, sequence] of the tokens of this pass."""
+        self.ends: Tensor | None = None
+        """[batch] index after the last token that each sequence has; None: all tokens of a pass are such."""
+        self.real: Tensor | None = None
+        """[batch, sequence] bool, false for the tokens of this pass that only fill up a sequence. None: there are none.
+        A state of fixed size must leave them out; keys and values have slots for them."""
+        self.again = torch.empty(0, 0, dtype=torch.bool)
+        """[batch, sequence], true for repetitions of a sequence's last token."""
         self._layers: dict[Hashable, LayerCache] = {}
         self._first, self.end = 0, 0
 
@@ -44,6 +52,9 @@ class StageCache:
         """
         first, last = torch.stack(positions.aminmax()).tolist()
         self.positions, self._first, self.end = positions, first, last + 1
+        self.again = F.pad(positions[:, 1:] == positions[:, :-1], (1, 0))
+        filling = self.again if self.ends is None else self.again | (positions >= self.ends.unsqueeze(1))
+        self.real = ~filling if filling.any() else None
         if self.end > self.slots:
             raise ValueError(f"a token at position {self.end - 1} has no place among {self.slots} slots")
 
@@ -66,8 +77,21 @@ class StageCache:
         visible = back >= 0 if before is None else (back >= 0) & (back <= before)
         return visible.unsqueeze(1)
 
+    def first_copies(self, values: Tensor) -> Tensor:
+        """Give repetitions of a token the values [sequence, batch, ...] of the token.
+
+        Their own may differ: a layer before may have seen a repetition as one more token.
+        """
+        if self.real is None or not self.again.any():
+            return values
+        numbers = torch.arange(len(values), device=values.device).expand_as(self.again)
+        of_first = numbers.masked_fill(self.again, 0).cummax(dim=1).values.t()
+        return values.gather(0, of_first.reshape(*of_first.shape, *[1] * (values.dim() - 2)).expand_as(values))
+
     def keep(self, rows: list[int]) -> None:
         """Keep only these sequences of the batch."""
+        if self.ends is not None:
+            self.ends = self.ends[rows]
         for layer in self._layers.values():
             layer.keep(rows)
 
@@ -95,7 +119,7 @@ class KeyValueCache:
         kept = self._kept
         rows = torch.arange(kept.shape[1], device=kept.device).unsqueeze(1)
         for part, new in zip(kept, (key, value), strict=True):
-            part[rows, :, stage.positions] = new.transpose(0, 1)
+            part[rows, :, stage.positions] = stage.first_copies(new).transpose(0, 1)
         key, value = kept[..., : stage.end, :].permute(0, 3, 1, 2, 4)
         return key, value
 

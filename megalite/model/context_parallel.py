@@ -26,9 +26,9 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.transfer import exchange_rows_async
-from megalite_kernels.attention import Kept, Mask
+from megalite_kernels.attention import Kept, Mask, draw_kept
 from megalite_kernels.attention_parts import attend, part_gradients
-from megalite_kernels.dropout import kept_reference
+from megalite_kernels.attention_sink import sink_gradient, with_sink
 from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.products import rounded
 
@@ -53,11 +53,7 @@ class _Calls(NamedTuple):
 
     def draw(self, query: Tensor) -> Tensor | None:
         """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
-        if self.dropout is None:
-            return None
-        batch, heads, queries, _ = query.shape
-        shape = torch.Size((batch, heads * queries, self.length))
-        return kept_reference(shape, 0, self.dropout).view(batch, heads, queries, self.length)
+        return None if self.dropout is None else draw_kept(self.dropout, query, self.length)
 
     def options(self, keys: Runs, part: Part, drawn: Tensor | None, device: torch.device) -> dict[str, Any]:
         """Return the keyword arguments of a call. `keys`: the tokens that are present in its round."""
@@ -76,7 +72,7 @@ class _Calls(NamedTuple):
 
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, calls: _Calls) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key_value: Tensor, sink: Tensor | None, calls: _Calls) -> Tensor:
         """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
@@ -95,15 +91,17 @@ class _AttentionByParts(torch.autograd.Function):
                 else:
                     output[:, :, rows], lse[:, :, rows] = found
                 begun[rows] = True
+        if sink is not None:
+            output, lse = with_sink(output, lse, sink)
         output = rounded(output, query.dtype)
         ctx.calls = calls
-        ctx.save_for_backward(query, prepared, output, lse)
+        ctx.save_for_backward(query, prepared, output, lse, sink)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, and of keys and values as their blocks come by once more."""
-        (query, prepared, output, lse), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
+        (query, prepared, output, lse, sink), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
         drawn = calls.draw(query)
@@ -128,7 +126,8 @@ class _AttentionByParts(torch.autograd.Function):
                     else:
                         place.index_add_(1, calls.groups, of_keys.to(place.dtype))
             total.add(of_block)
-        return of_query.to(query.dtype), total.total().to(prepared.dtype), None
+        of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_sink, None
 
 
 def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
@@ -195,15 +194,17 @@ class ContextParallelCore:
         mask: Mask | SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
+        sink: Tensor | None = None,
     ) -> Tensor:
         """Compute attention, as `LocalCore.__call__` does. `mask`: a `SampleMask`."""
         assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
         size = self.head_exchange.size
         if size == 1:
-            return self._attend(query, key, value, mask, layout, random)
+            return self._attend(query, key, value, mask, layout, random, sink)
         query, key, value = self._exchange_heads(query, key, value, layout)
-        layout_of_group = layout.grouped(size)
-        output = self._attend(query, key, value, mask, layout_of_group, random)
+        layout_of_group, mine = layout.grouped(size), self._heads_of[self.head_exchange.rank]
+        sink = None if sink is None else sink[mine[0] : mine[-1] + 1]
+        output = self._attend(query, key, value, mask, layout_of_group, random, sink)
         return self._return_heads(output, layout)
 
     def _attend(
@@ -214,11 +215,12 @@ class ContextParallelCore:
         mask: SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
+        sink: Tensor | None,
     ) -> Tensor:
         """Compute attention over the other ranks' keys, by parts where the mask and the device allow it."""
         inner = self.inner
         if self.others.size == 1:
-            return inner(query, key, value, mask.of_whole, layout, random)
+            return inner(query, key, value, mask.of_whole, layout, random, sink)
         dropout = None
         if random is not None and inner.dropout > 0.0:
             dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
@@ -232,7 +234,7 @@ class ContextParallelCore:
             layout.length,
         )
         key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
-        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, calls)
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, sink, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _exchange_heads(

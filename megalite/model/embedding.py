@@ -36,6 +36,7 @@ class Embedding(nn.Module):
         positions: int | None,
         std: float,
         scaled: bool,
+        multiplier: float,
         dropout: float,
     ) -> None:
         """Make the layer.
@@ -45,6 +46,7 @@ class Embedding(nn.Module):
             positions: number of learned positions; None for no such table.
             std: standard deviation of the initial values of positions.
             scaled: multiply word embeddings by the root of `hidden`.
+            multiplier: a further factor of them.
         """
         super().__init__()
         self.word = VocabParallelEmbedding(context, word)
@@ -52,10 +54,9 @@ class Embedding(nn.Module):
         if positions is not None:
             position = LogicalTensor("embedding.position", (positions, hidden), Normal(std), True)
             self.position = context.parameter(context.replicated(position))
-        self.scale = None
-        if scaled:
-            # Rounded to the dtype of the weights, as in Hugging Face's Gemma.
-            self.scale = torch.tensor(math.sqrt(hidden), dtype=context.dtype).item()
+        # The root is rounded to the dtype of the weights, as in Hugging Face's Gemma.
+        root = torch.tensor(math.sqrt(hidden), dtype=context.dtype).item() if scaled else 1.0
+        self.scale = root * multiplier
         self.dropout = dropout
         self.shard = context.shard
         self.site = Site(0, "embedding")
@@ -70,7 +71,7 @@ class Embedding(nn.Module):
             [sequence (/ size under sequence parallelism), batch, hidden].
         """
         hidden: Tensor = self.word(tokens.t())
-        if self.scale is not None:
+        if self.scale != 1.0:
             hidden = hidden * self.scale
         if self.position is not None:
             own = positions.t().split(len(hidden))[self.shard]

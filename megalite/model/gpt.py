@@ -97,7 +97,8 @@ class GPT(StageModule):
             if config.untie_embeddings_and_output_weights:
                 weight = token_table(context, "output", shape, padded, config.init_method_std)
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
-            self.head = Head(norm, OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig()))
+            output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig())
+            self.head = Head(norm, output, 1.0 / config.logits_scaling)
 
     def _make_embedding(self, word: Sharding) -> Embedding:
         """Make the embedding of tokens, with that of positions if they are learned."""
@@ -111,6 +112,7 @@ class GPT(StageModule):
             positions=config.learned_positions,
             std=config.init_method_std,
             scaled=config.scale_embeddings,
+            multiplier=config.embedding_multiplier,
             dropout=config.hidden_dropout,
         )
 
@@ -217,6 +219,7 @@ class GPT(StageModule):
             padding=own_rows(micro_batch.padding),
             replayed=own_rows(micro_batch.replayed),
             choices=micro_batch.choices,
+            first_keys=micro_batch.first_keys,
         )
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask | SampleMask:
@@ -239,7 +242,10 @@ class GPT(StageModule):
         if self._goes_in_blocks(first.device, micro_batch.layout.length):
             return block_mask(first.expand(len(micro_batch.tokens), -1))
         mask = dense_mask(first)
-        if takes_addend(first.device, self.dtype, self.config.attn_logit_softcapping, self._attention_dropout):
+        plain = self.config.softmax_type == "vanilla"
+        if plain and takes_addend(
+            first.device, self.dtype, self.config.attn_logit_softcapping, self._attention_dropout
+        ):
             return as_addend(mask, self.dtype)  # once for all layers
         return mask
 

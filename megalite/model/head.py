@@ -91,13 +91,17 @@ class OutputLayer(ColumnParallelLinear):
 class Head(nn.Module):
     """Final norm and output layer."""
 
-    def __init__(self, norm: LayerNorm, output: OutputLayer) -> None:
+    def __init__(self, norm: LayerNorm, output: OutputLayer, multiplier: float) -> None:
+        """`multiplier`: factor of the logits, by which the input of the output layer is multiplied."""
         super().__init__()
-        self.norm, self.output = norm, output
+        self.norm, self.output, self.multiplier = norm, output, multiplier
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
     ) -> Tensor:
         """Apply the norm and the output layer to the hidden states that leave the last layer of the network."""
-        found: Tensor = self.output(self.norm(hidden), labels, plain=plain, entropies=entropies)
+        normed = self.norm(hidden)
+        if self.multiplier != 1.0:
+            normed = normed * self.multiplier
+        found: Tensor = self.output(normed, labels, plain=plain, entropies=entropies)
         return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -17,11 +17,15 @@ from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
+from megalite.model.gated_delta import GatedDelta
+from megalite.model.kimi_delta import KimiDelta
+from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.model.router import Router
+from megalite.model.short_convolution import ShortConvolution
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.stage import LossTerm, TermSums
 
@@ -88,13 +92,19 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
+        rotary=config.layers[layer].rotary,
+        output_gate=config.attention_output_gate,
+        softmax_type=config.softmax_type,
     )
-    norm = make_norm(config) if config.qk_layernorm else None
+    over_heads = config.qk_layernorm_over_heads
+    decays = config.apply_wd_to_qk_layernorm
+    norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
         f"layers.{number}.attention",
         sizes,
-        norm=norm,
+        norm=None if over_heads else norm,
+        norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
@@ -104,7 +114,9 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
-    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
+    sizes = FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+    return replace(sizes, offset=offset, limit=limit)
 
 
 def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:
@@ -121,6 +133,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
         shared_gate=config.moe_shared_expert_gate and shared is not None,
+        latent=config.moe_latent_size,
         overlaps_shared_experts=config.moe_shared_expert_overlap,
         dispatcher=config.moe_token_dispatcher_type,
         padded=config.moe_pad_expert_input_to_capacity,
@@ -133,8 +146,25 @@ def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[Lo
     return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
 
-LAYER_KINDS: Mapping[Mixer | FeedForward, LayerKind] = {
+def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, str, Recompute], nn.Module]) -> LayerKind:
+    """Return a kind of mixer that is no half of a GPT's block.
+
+    `make` makes a layer from the network's configuration and the begin of the layer's names. `name`: that of the kind
+    in `LayerSpec`, and in names of tensors.
+    """
+
+    def make_layer(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> nn.Module:
+        return make(config, context, f"layers.{config.numbers[layer][0]}.{name}", recompute)
+
+    return LayerKind(make_layer, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
+
+
+LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "mamba": mixer_kind("mamba", Mamba.of),
+    "gated_delta": mixer_kind("gated_delta", GatedDelta.of),
+    "kimi_delta": mixer_kind("kimi_delta", KimiDelta.of),
+    "short_convolution": mixer_kind("short_convolution", ShortConvolution.of),
     "dense": LayerKind(make_mlp, "mlp_norm", "mlp_output_norm", "mlp output"),
     "moe": LayerKind(make_moe, "mlp_norm", "mlp_output_norm", "mlp output", _terms_of_routers),
 }

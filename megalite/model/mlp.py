@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import NO_SUMS, TermSums
-from megalite_kernels.activation import FUNCTIONS
+from megalite_kernels.activation import activation
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class FeedForwardSizes:
         ffn: inner width; with a gate, that of each half.
         std: standard deviation of the initial weights.
         output_std: the same of the last matrix.
+        offset: see `megalite_kernels.activation.activation`.
+        limit: the same.
     """
 
     hidden: int
@@ -31,6 +34,13 @@ class FeedForwardSizes:
     std: float
     output_std: float
     bias: bool
+    offset: float = 0.0
+    limit: float | None = None
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        """The activation, of the inner states and a bias."""
+        return activation(self.activation.name, offset=self.offset, limit=self.limit)
 
 
 class MLP(nn.Module):
@@ -39,7 +49,7 @@ class MLP(nn.Module):
     def __init__(self, context: ParallelContext, name: str, sizes: FeedForwardSizes) -> None:
         super().__init__()
         hidden, ffn, draw = sizes.hidden, sizes.ffn, Normal(sizes.std)
-        self.activation = FUNCTIONS[sizes.activation.name]
+        self.activation = sizes.function
         if sizes.activation.gated:
             inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")
             inner_bias = LogicalTensor(f"{name}.gate_up_bias", (2, ffn), Constant(0.0), False)

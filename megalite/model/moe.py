@@ -23,11 +23,11 @@ from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grouped_bias, grouped_linear
+from megalite.parallel.linear import ReplicatedLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
-from megalite_kernels.activation import FUNCTIONS
 
 
 class Experts(nn.Module):
@@ -36,7 +36,7 @@ class Experts(nn.Module):
     def __init__(self, context: ParallelContext, name: str, experts: int, sizes: FeedForwardSizes) -> None:
         super().__init__()
         hidden, ffn, draw = sizes.hidden, sizes.ffn, Normal(sizes.std)
-        self.activation = partial(FUNCTIONS[sizes.activation.name], bias=None)
+        self.activation = partial(sizes.function, bias=None)
         if sizes.activation.gated:
             pattern = "experts two ffn hidden -> (experts two) ffn hidden"
             up = LogicalTensor(f"{name}.gate_up", (experts, 2, ffn, hidden), draw, True, pattern)
@@ -76,6 +76,25 @@ class Experts(nn.Module):
         return outputs
 
 
+def _latent_linears(
+    context: ParallelContext, name: str, latent: int, sizes: FeedForwardSizes
+) -> tuple[ReplicatedLinear, ReplicatedLinear]:
+    """Make the layer that narrows tokens before they travel, and the one that widens the sum of their experts."""
+    hidden = sizes.hidden
+    down = LogicalTensor(
+        f"{name}.latent_down", (latent, hidden), Normal(sizes.std), True, "latent hidden -> 1 latent hidden"
+    )
+    up = LogicalTensor(
+        f"{name}.latent_up", (hidden, latent), Normal(sizes.output_std), True, "hidden latent -> 1 hidden latent"
+    )
+    made = []
+    for weight in (down, up):
+        bias = LogicalTensor(f"{weight.name}_bias", weight.shape[:1], Constant(0.0), False)
+        placed = context.replicated(bias) if sizes.bias else None
+        made.append(ReplicatedLinear(context, context.replicated(weight), placed))
+    return made[0], made[1]
+
+
 class MoE(nn.Module):
     """Feed-forward layer of routed experts, and of shared experts if there are any.
 
@@ -94,6 +113,7 @@ class MoE(nn.Module):
         *,
         shared: FeedForwardSizes | None = None,
         shared_gate: bool = False,
+        latent: int | None = None,
         overlaps_shared_experts: bool = False,
         dispatcher: Literal["allgather", "alltoall", "flex"] = "alltoall",
         padded: bool = False,
@@ -101,16 +121,20 @@ class MoE(nn.Module):
         """Make the layer.
 
         Args:
-            sizes: those of each expert.
+            sizes: those of each expert; `hidden` is the width of the layer's input.
             shared: those of the shared experts together; None for none.
             shared_gate: multiply the output of the shared experts with a sigmoid gate.
+            latent: width of tokens on their way to the experts and back; None for that of the input.
             overlaps_shared_experts: compute them while tokens are on their way.
             dispatcher: see `--moe-token-dispatcher-type`.
             padded: pad the rows of each expert to its capacity.
         """
         super().__init__()
         self.router = router
-        self.experts = Experts(context, name, router.num_experts, sizes)
+        self.latent_down = self.latent_up = None
+        if latent is not None:
+            self.latent_down, self.latent_up = _latent_linears(context, name, latent, sizes)
+        self.experts = Experts(context, name, router.num_experts, replace(sizes, hidden=latent or sizes.hidden))
         self.shared_experts = None if shared is None else MLP(context, f"{name}.shared", shared)
         self.shared_gate = None
         if shared_gate:
@@ -156,12 +180,15 @@ class MoE(nn.Module):
             )
         chosen, weights, counts, terms = self.router(hidden, context)
         padded = self._padded_rows(hidden, context.layout.length)
-        arrive = self.dispatcher.dispatch(hidden.flatten(0, 1), chosen, weights, padded)
+        tokens = hidden if self.latent_down is None else self.latent_down(hidden)
+        arrive = self.dispatcher.dispatch(tokens.flatten(0, 1), chosen, weights, padded)
         shared = self._shared(hidden, context) if self.overlaps_shared_experts else None
         arrived = arrive()
-        output = arrived.combine(self.experts(arrived.rows, arrived.weights, arrived.groups)).view_as(hidden)
+        output = arrived.combine(self.experts(arrived.rows, arrived.weights, arrived.groups)).view_as(tokens)
         if self.replicas is not None:
             output = collectives.all_reduce_(output, self.replicas)
+        if self.latent_up is not None:
+            output = self.latent_up(output)
         if not self.overlaps_shared_experts:
             shared = self._shared(hidden, context)
         if shared is not None:

@@ -25,18 +25,20 @@ class LayerNorm(nn.Module):
         *,
         around_one: bool = False,
         of_part: bool = False,
+        decays: bool = False,
     ) -> None:
         """Make the layer.
 
         Args:
             around_one: the parameter is the weight minus 1, and begins at 0.
             of_part: see `ParallelContext.replicated`.
+            decays: weight decay applies to it.
         """
         super().__init__()
         self.eps, self.around_one = eps, around_one
 
         def vector(part: str, value: float) -> Parameter:
-            tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
+            tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=decays)
             return context.parameter(context.replicated(tensor, of_part=of_part))
 
         self.weight = vector("weight", 0.0 if around_one else 1.0)

@@ -12,7 +12,8 @@ from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadMo
 from megalite.model.attention import Attention
 from megalite.model.block import Block
 from megalite.model.gpt import GPT
-from megalite.model.moe import MoE
+from megalite.model.moe import Experts, MoE
+from megalite.model.recurrent import RecurrentCore
 from megalite.offload.activations import ActivationOffload, around, within_module
 from megalite.offload.transfers import make_transfers
 
@@ -77,15 +78,15 @@ def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[Chosen
     for number, chunk in enumerate(chunks):
         for start, stop, recomputed in _spans(chunk):
             for index in range(start, stop) if not recomputed else ():
-                own = [module for module in get_args(OffloadModule) if module in options.offload_modules]
-                has_experts = isinstance(_block(chunk.layers[index]).mlp, MoE)
-                found += [(number, index, module) for module in own if has_experts or module not in MODULES_OF_EXPERTS]
+                there = _modules_of(_block(chunk.layers[index]))
+                chosen = [module for module in get_args(OffloadModule) if module in options.offload_modules]
+                found += [(number, index, module) for module in chosen if module in there]
     # As in Megatron-LM: the number that stays is rounded down.
     staying = int(len(found) * (1 - options.activation_offload_fraction))
-    chosen: list[dict[int, list[OffloadModule]]] = [{} for _ in chunks]
+    going: list[dict[int, list[OffloadModule]]] = [{} for _ in chunks]
     for number, index, module in found[: len(found) - staying]:
-        chosen[number].setdefault(index, []).append(module)
-    return list(chosen)
+        going[number].setdefault(index, []).append(module)
+    return list(going)
 
 
 def _around_recomputation(offload: ActivationOffload, number: int, chunk: GPT, chosen: Chosen) -> Callable[..., Any]:
@@ -121,25 +122,31 @@ def _block(layer: nn.Module) -> Block:
     return layer
 
 
+def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
+    """Return the modules of a layer that may offload what they save. Recurrent layers have the parts of attention."""
+    found: dict[OffloadModule, nn.Module | None] = {"attn_norm": block.input_norm, "mlp_norm": block.mlp_norm}
+    mixer: Any = block.attention
+    if isinstance(mixer, Attention):
+        found |= {"qkv_linear": mixer.query_key_value, "core_attn": mixer, "attn_proj": mixer.output}
+    elif isinstance(core := getattr(mixer, "core", None), RecurrentCore):
+        found |= {"qkv_linear": mixer.input, "core_attn": core, "attn_proj": mixer.output}
+    if isinstance(block.mlp, MoE):
+        found |= dict.fromkeys(MODULES_OF_EXPERTS, block.mlp.experts)
+    return {name: module for name, module in found.items() if module is not None}
+
+
 def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadModule) -> None:
     """Let a module of a layer offload what it saves."""
-    block = _block(layer)
-    attention = block.attention
-    assert isinstance(attention, Attention)
-    modules = {
-        "attn_norm": block.input_norm,
-        "qkv_linear": attention.query_key_value,
-        "attn_proj": attention.output,
-        "mlp_norm": block.mlp_norm,
-    }
-    if (module := modules.get(name)) is not None:
-        around(module, lambda arguments: offload.around_module())
-    elif name == "core_attn":
-        attention.core = _OffloadedCore(offload, attention.core)
+    module = _modules_of(_block(layer))[name]
+    if isinstance(module, Attention):
+        module.core = _OffloadedCore(offload, module.core)
+    elif isinstance(module, RecurrentCore):
+        module.run = within_module(offload, module.run)  # type: ignore[method-assign]
+    elif name == "expert_fc1":
+        assert isinstance(module, Experts)
+        module.up_product = within_module(offload, module.up_product)
+    elif name == "moe_act":
+        assert isinstance(module, Experts)
+        module.down_product = within_module(offload, module.down_product)
     else:
-        assert isinstance(block.mlp, MoE)
-        experts = block.mlp.experts
-        if name == "expert_fc1":
-            experts.up_product = within_module(offload, experts.up_product)
-        else:
-            experts.down_product = within_module(offload, experts.down_product)
+        around(module, lambda arguments: offload.around_module())

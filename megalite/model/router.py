@@ -3,7 +3,8 @@
 The balancing loss of a group of tokens is E * sum_i f_i * P_i over the E experts (arXiv:2101.03961, 2412.19437). f_i is
 the share of expert i in the tokens' unbiased choices: by score alone, without bias, groups, capacity and recorded
 choices. P_i is the mean share of expert i in the tokens' scores. f has no gradient. The group is a micro-batch, a
-sequence, or the global batch, for which f is taken from the previous step.
+sequence, or the global batch, for which f is taken from the previous step. Instead of a loss, choices may be evened out
+(`sinkhorn.py`, `quantile.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from megalite.config.model import LoadBalancing, ModelConfig
 from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.quantile import excess_over_bars, next_offset, sum_of_quantiles
 from megalite.model.sinkhorn import expert_factors
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
@@ -61,7 +63,10 @@ class Router(nn.Module):
         expert_bias: [experts], in fp32 or wider: the bias of the choice; None without.
         previous_load: [experts], in fp32 or wider: the share of each expert in the choices of the previous step; None
             without global_aux_loss.
-        tally: tokens per expert, then unbiased choices per expert, then dropped choices.
+        quantile_offset: [experts], in fp32 or wider: what the choice takes from the logits; None without
+            quantile_balancing.
+        tally: tokens per expert, then unbiased choices per expert, then dropped choices; then what `sum_of_quantiles`
+            returns, if there are offsets.
         load: the tally's sums over the last step that updated the weights; None before the first one.
     """
 
@@ -82,6 +87,10 @@ class Router(nn.Module):
             "experts hidden -> 1 experts hidden",
         )
         self.weight = context.parameter(context.replicated(weight))
+        self.bias: Tensor | None = None
+        if config.moe_router_bias:
+            bias = LogicalTensor(f"{name}.router_bias", (self.num_experts,), Normal(config.init_method_std), False)
+            self.bias = context.parameter(context.replicated(bias))
         self.balancing = {
             kind: weight
             for kind, weight in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
@@ -97,8 +106,10 @@ class Router(nn.Module):
         self.previous_load: State | None = None
         if "global_aux_loss" in self.balancing:
             self.previous_load = state("previous_load", 1 / self.num_experts)
+        self.quantile_offset = state("quantile_offset", 0.0) if config.balances_by_quantiles else None
         token_group = context.mesh.group(*context.token_axes)
-        self.tally = Tally(2 * self.num_experts + 1, token_group, context.mesh.device, self._on_step)
+        counters = 2 * self.num_experts + 1 + (self.num_experts + 1) * config.balances_by_quantiles
+        self.tally = Tally(counters, token_group, context.mesh.device, self._on_step)
         self.load: Tensor | None = None
 
     @property
@@ -106,6 +117,7 @@ class Router(nn.Module):
         """The collectives of forward with other ranks of the same samples than the tensor-parallel ones."""
         needed = {
             "shares of experts": self.sinkhorn,
+            "logits above bars": self.quantile_offset is not None,
             "choices and weights": self.config.moe_expert_capacity_factor is not None,
             "counts of choices": bool({"aux_loss", "seq_aux_loss"} & self.balancing.keys()),
         }
@@ -145,13 +157,16 @@ class Router(nn.Module):
         if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
             of_sequences = occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts)
         counts = self._count(kept, unbiased_choice, chosen, of_sequences)
+        if self.quantile_offset is not None:
+            counts = torch.cat([counts, self._quantiles(logits.detach(), self.quantile_offset.values, context.padding)])
         return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, of_sequences, context.padding))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits, in fp32 or wider: [sequence, batch, hidden] to [sequence, batch, experts]."""
         dtype = hidden.dtype if self.config.moe_router_dtype is None else _DTYPES[self.config.moe_router_dtype]
         dtype = torch.promote_types(dtype, hidden.dtype)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         return logits.to(torch.promote_types(dtype, torch.float32))
 
     def _choose(self, logits: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
@@ -163,6 +178,8 @@ class Router(nn.Module):
         """
         shape = (*logits.shape[:2], self.rule.topk)
         logits = (self._balanced(logits, context) if self.sinkhorn and self.training else logits).flatten(0, 1)
+        if self.quantile_offset is not None:
+            logits = logits - self.quantile_offset.values.to(logits.dtype)
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
         chosen = unbiased_choice = choose_experts(logits, bias, self.rule).view(shape)
         if self.training and (bias is not None or self.rule.groups > 1):
@@ -183,6 +200,12 @@ class Router(nn.Module):
             shares = shares.masked_fill(context.padding[:, :, None], 0.0)
         of_samples, _ = _of_samples(shares, self.sample_group, context.layout)
         return logits + expert_factors(of_samples.flatten(0, 1)).log()
+
+    def _quantiles(self, logits: Tensor, offset: Tensor, padding: Tensor | None) -> Tensor:
+        """Return the `sum_of_quantiles` of whole samples, on the first of the ranks sharing them; zeros on others."""
+        excess = excess_over_bars(logits, offset.to(logits.dtype), self.rule.topk, padding)
+        sums = sum_of_quantiles(collectives.all_gather(excess, self.sample_group), self.rule.topk)
+        return sums if self.sample_group.rank == 0 else torch.zeros_like(sums)
 
     def _keep(self, chosen: Tensor, weights: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the choices within the capacity of the experts; -1 for the others."""
@@ -255,6 +278,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
+        """Update the states by what the tallies of a step add up to."""
+        if self.quantile_offset is not None:
+            totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])
+            offset = self.quantile_offset.values
+            offset.copy_(next_offset(offset, sums, self.config.moe_router_quantile_balancing_ema))
         self.load = totals
         counts, unbiased, _ = totals.split([self.num_experts, self.num_experts, 1])
         if self.expert_bias is not None:

@@ -60,6 +60,11 @@ class DataParallel:
     fixed_point: FixedPoint | None = None
     """Rounding of each gradient before it is added; None: there is none."""
 
+    def gradients_of(self, layout: BucketLayout) -> torch.dtype:
+        """Return the dtype in which the gradients of a bucket are summed."""
+        kept_in_fp32 = layout.slots[0].parameter.sharding.pieces[0].tensor.fp32
+        return torch.promote_types(self.gradient_dtype, torch.float32) if kept_in_fp32 else self.gradient_dtype
+
     @property
     def overlaps_forward(self) -> bool:
         """True if forward begins before all parameters are there."""
@@ -214,7 +219,7 @@ class Bucket(ParameterBucket):
                 uses=there,
                 stage=self.zero_stage,
                 overlap=options.overlap_reduce,
-                dtype=options.gradient_dtype,
+                dtype=options.gradients_of(self.layout),
                 allow_unused=options.allow_unused,
             )
             for chunk, there in uses.items()

@@ -67,7 +67,7 @@ def _of_elements(spec: BucketShardSpec, count: int, options: DataParallel, confi
     dtype = spec.layout.slots[0].parameter.dtype
     if not _slice_on_host(spec, options):
         yield count * dtype.itemsize
-    yield count * options.gradient_dtype.itemsize
+    yield count * options.gradients_of(spec.layout).itemsize
     if config.store_param_remainders and dtype == torch.bfloat16:
         yield count * torch.int16.itemsize
     elif (master := state_dtype(config, "master", dtype)) != dtype:

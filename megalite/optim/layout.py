@@ -153,9 +153,9 @@ def bucket_layouts(
     for parameter in reversed(parameters):
         record = parameter.sharding
         ranks = (record.expert, record.replica_ranks, record.grad_is_partial)
-        updated_by = record.pieces[0].tensor.optimizer
+        first = record.pieces[0].tensor
         uses = tuple(replace(use, times=1) for use in record.uses)  # each parameter's own number is no reason to part
-        kind = (parameter.dtype, updated_by, *ranks, uses, *chunks_of[id(parameter)])
+        kind = (parameter.dtype, first.fp32, first.optimizer, *ranks, uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

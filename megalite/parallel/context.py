@@ -32,10 +32,12 @@ class AttentionWay:
     Attributes:
         head_ranks: number of neighbouring ranks that exchange heads for tokens. The others pass keys and values.
         gathers: True to gather keys and values instead of passing them around a ring.
+        chains: True if recurrent layers pass states from run to run of a sample instead of composing gathered maps.
     """
 
     head_ranks: int = 1
     gathers: bool = False
+    chains: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,4 +114,6 @@ class ParallelContext:
 
     def parameter(self, sharding: Sharding) -> Parameter:
         """Create a parameter on this rank's device. Its values are not set yet."""
-        return Parameter(sharding, self.dtype, self.mesh.device)
+        wide = any(piece.tensor.fp32 for piece in sharding.pieces)
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
+        return Parameter(sharding, dtype, self.mesh.device)

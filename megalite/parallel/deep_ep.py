@@ -31,7 +31,7 @@ def why_unavailable(hidden: int, choices: int, dtype: torch.dtype, device: torch
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "DeepEP needs an H100 or a newer GPU"
     if dtype != torch.bfloat16 or hidden % 8:
-        return "DeepEP needs --bf16 and a --hidden-size that is a multiple of 8"
+        return "DeepEP needs --bf16 and a --hidden-size (or --moe-latent-size) that is a multiple of 8"
     if choices > _MOST_CHOICES:
         return f"DeepEP needs --moe-router-topk x --expert-tensor-parallel-size of at most {_MOST_CHOICES}"
     if torch.are_deterministic_algorithms_enabled():

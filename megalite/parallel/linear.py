@@ -177,6 +177,21 @@ class ColumnParallelLinear(nn.Module):
         return output if bias is None else output + bias
 
 
+class ReplicatedLinear(nn.Module):
+    """A linear layer that every rank has whole and applies to its own tokens."""
+
+    def __init__(self, context: ParallelContext, weight: Sharding, bias: Sharding | None) -> None:
+        super().__init__()
+        self.weight = context.parameter(weight)
+        self.bias = context.parameter(bias) if bias is not None else None
+        self.alone = Group((context.mesh.rank,), 0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out."""
+        output: Tensor = _ColumnParallel.apply(input, self.alone, False, 0, self.weight)
+        return output if self.bias is None else output + self.bias
+
+
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split over ranks. Partial outputs are summed, then the bias is added once.
 

@@ -23,7 +23,16 @@ from megalite.parallel.sequence import Runs
 from megalite_kernels.dropout import drop
 from megalite_kernels.dropout_mask import DropoutMask
 
-SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
+SITES = {
+    "embedding": 0,
+    "attention": 1,
+    "attention output": 2,
+    "mlp output": 3,
+    "mamba output": 4,
+    "gated delta output": 5,
+    "short convolution output": 6,
+    "kimi delta output": 7,
+}
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 
 

@@ -7,13 +7,18 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-_OF_SCRIPTS = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "inspect": "inspect-checkpoint"}
+_OF_SCRIPTS = {
+    "pretrain_gpt": "pretrain",
+    "pretrain_mamba": "pretrain-hybrid",
+    "preprocess_data": "preprocess",
+    "inspect": "inspect-checkpoint",
+}
 _SAME = (
     "calibrate|chaos|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
     "inspect_dataset|merge_datasets|plan|report|reshard|scaling|train_tokenizer|translate"
 )
 _OF_TOOLS = rf"(?<!\S)tools/(?:checkpoint/)?({'|'.join(_OF_SCRIPTS)}|{_SAME})"
-_SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_gpt))\.py\b")
+_SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_(?:gpt|hybrid|mamba)))\.py\b")
 _PAGE = re.compile(r"(?<![\w/])docs/\w+\.md(?! of megalite)")
 
 

@@ -24,7 +24,7 @@ def with_dispatcher(model: ModelConfig, dtype: torch.dtype, mesh: ParallelMesh) 
     if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
         return model, ()
     choices = model.moe_router_topk * mesh.size("etp")
-    reason = deep_ep.why_unavailable(model.hidden_size, choices, dtype, mesh.device)
+    reason = deep_ep.why_unavailable(model.expert_hidden_size, choices, dtype, mesh.device)
     reasons = collectives.all_gather_json(reason, mesh)
     lacking = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if not lacking:

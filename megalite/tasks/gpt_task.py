@@ -138,7 +138,7 @@ class GPTTask(GPTNetworkTask):
         figures: dict[str, float] = {}
         if self.config.model.num_experts is not None and updated:
             figures |= expert_loads(self.chunks, self.config.model.num_layers, self.mesh)
-        if self.cutting.ranks > 1:
+        if self.cutting.ranks > 1 and self.cutting.layers:
             figures[BUSIEST] = self._busiest(micro_batches)
         return figures
 

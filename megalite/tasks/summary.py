@@ -162,7 +162,8 @@ def _optimizer(trainer: Summarized) -> dict[str, object]:
 
 def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     """Return a note on the operator whose dropout differs between layouts."""
-    if model.attention_dropout == 0.0 or not draws_its_own(device, dtype, model.attn_logit_softcapping):
+    fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
+    if model.attention_dropout == 0.0 or not (fused and model.has_attention):
         return {}
     return {
         "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: with another layout, "

@@ -30,7 +30,7 @@ class Cutting:
         rank: this rank's position among them.
         chunks_per_rank: chunks of each rank if they are dealt by the work that documents leave; None: two chunks each,
             dealt the same way in every sample.
-        layers: number of layers with each window and each number of ranks that exchange heads.
+        layers: number of layers of attention with each window and each number of ranks that exchange heads.
     """
 
     ranks: int = 1

@@ -158,7 +158,8 @@ def make_networks(
 def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:
     """Return how layers compute attention under context parallelism, one way for all or one per layer."""
     gathers = ("all_gather", "allgather")
-    return tuple(AttentionWay(parallel.head_ranks[way], way in gathers) for way in parallel.cp_comm_type)
+    chains = parallel.cp_state_exchange == "chain"
+    return tuple(AttentionWay(parallel.head_ranks[way], way in gathers, chains) for way in parallel.cp_comm_type)
 
 
 def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:

@@ -26,7 +26,9 @@ from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
+from megalite.model.heads_norm import HeadsNorm
 from megalite.model.moe import MoE
+from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
@@ -38,6 +40,10 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
     (ContextParallelCore, "__call__"),
+    (RecurrentCore, "run"),  # loops over the chunks of a sample, and messages
+    (Convolution, "begin"),
+    (Convolution, "convolve"),
+    (HeadsNorm, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
@@ -70,8 +76,9 @@ def choose_kernels(config: KernelsConfig) -> None:
 
 def drops_by_rank(config: RunConfig, device: torch.device) -> bool:
     """Tell whether context-parallel ranks on such devices would drop other probabilities than one rank does."""
-    dtype = getattr(torch, config.training.dtype)
-    return config.model.attention_dropout > 0.0 and draws_its_own(device, dtype, config.model.attn_logit_softcapping)
+    dtype, model = getattr(torch, config.training.dtype), config.model
+    fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
+    return fused and model.has_attention and model.attention_dropout > 0.0
 
 
 def require_equal_dropout(config: RunConfig, device: torch.device) -> None:

@@ -15,7 +15,6 @@ from megalite.checkpoint import Candidates, Manifest
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from megalite.config.model import without_stages
 from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
@@ -146,7 +145,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     # A run that began with a Hugging Face folder has no flags for its network, and continues with the checkpoint's.
     if not (settings.use_checkpoint_args or settings.loads_huggingface):
         return {"optimizer": schedules}
-    model = asdict(without_stages(saved))
+    model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
     kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "eos_token_ids")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -18,9 +19,10 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
-from tests.experts_oracle import Experts
+from tests.experts_oracle import SEPARATE_SCORES, Experts
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
+from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
 
 SEQUENCE = 12
@@ -31,6 +33,14 @@ HIDDEN = 16
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
+MAMBA = {"grouped": (8, 4, 3, 5, 4), "wide": (4, 4, 6, 3, 2), "plain": (2, 1, 4, 6, 4), "shared": (8, 1, 3, 4, 3)}
+"""Sizes of Mamba-2: (heads, groups, width, width of the state, tokens that the convolution sees)."""
+DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4, 4, 4), "shared": (2, 8, 3, 4, 3)}
+"""Sizes of the gated delta net: (heads of keys, of values, width of each, tokens of the convolution)."""
+KIMI = {"grouped": (8, 3, 4, None), "wide": (4, 6, 2, -5.0), "plain": (1, 4, 4, None), "shared": (4, 2, 4, -1.0)}
+"""Sizes of Kimi delta attention: (heads, width, tokens of the convolution, lower bound of the decay)."""
+CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
+"""Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
@@ -46,13 +56,25 @@ EXPERTS: dict[str, Experts] = {
     ),
     "switch": Experts(topk=1, score="pre_softmax", capacity_factor=0.8, losses={"seq_aux_loss": 0.7}, z_loss=0.2),
     "s-base": Experts(topk=1, score="sigmoid", evened_samples=1, z_loss=0.1),
+    "nemotron": Experts(topk=3, score="sqrtsoftplus", scaling=1.5, losses={"seq_aux_loss": 0.4}, bias_rate=0.05),
+    "kimi": Experts(topk=3, score="sigmoid", quantile_ema=0.25),
 }
 """Families with experts; switch is made of gpt2, with biases and a limited capacity, the others of llama."""
-EXPERT_LAYERS = {"mixtral": (0, 1, 2, 3), "deepseek": (1, 2, 3), "switch": (0, 2), "s-base": (1, 3)}
-NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4, "s-base": 4}
-EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20, "s-base": 8}
-SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12, "s-base": 0}
-LLAMAS = ("llama", "mixtral", "deepseek", "s-base")
+LATENT = {"nemotron": 6}
+LLAMAS = ("llama", "mixtral", "deepseek", "s-base", "nemotron", "kimi")
+EXPERTS_OF = EXPERTS | {"gpt-oss": Experts(topk=3, losses={"seq_aux_loss": 0.5})}
+EXPERT_LAYERS = {
+    "mixtral": (0, 1, 2, 3),
+    "deepseek": (1, 2, 3),
+    "switch": (0, 2),
+    "s-base": (1, 3),
+    "gpt-oss": (0, 1, 2, 3),
+    "nemotron": (0, 2, 3),
+    "kimi": (0, 1, 3),
+}
+NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4, "s-base": 4, "gpt-oss": 4, "nemotron": 8, "kimi": 8}
+EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20, "s-base": 8, "gpt-oss": 12, "nemotron": 12, "kimi": 8}
+SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12, "s-base": 0, "gpt-oss": 0, "nemotron": 16, "kimi": 0}
 RECOMPUTE = {
     "none": Recompute(),
     "selective": Recompute(attention=True),
@@ -110,10 +132,15 @@ class Cell:
     family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
+    norm_over_heads: bool = False  # of queries and keys, for qk_layernorm
+    output_gate: bool = False  # of attention
+    no_rope_freq: str | None = None  # layers without rotary positions
+    softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
     pattern: str | None = None  # of layers, each one half of a block, with | between stages; None: of LAYERS blocks
+    recurrent: str = "grouped"  # sizes of recurrent layers
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -122,6 +149,7 @@ class Cell:
     dp: int = 1
     cp: int = 1
     way: str = "p2p"  # of attention over the context-parallel ranks
+    chains: bool = False  # recurrent layers pass states on
     chunks: int | None = None  # of a sample per context-parallel rank, dealt by the work of documents
     ep: int = 1
     etp: int = 1
@@ -236,7 +264,7 @@ def expert_layers(cell: Cell) -> tuple[int, ...]:
     """Return the numbers of the layers with experts; in a pattern, among its feed-forward layers."""
     if cell.pattern is None:
         return EXPERT_LAYERS.get(cell.family, ())
-    return tuple(number for number, letter in enumerate(re.sub(r"[*|]", "", cell.pattern)) if letter == "E")
+    return tuple(number for number, letter in enumerate(re.sub(r"[^-E]", "", cell.pattern)) if letter == "E")
 
 
 def valid(row: Row) -> bool:
@@ -296,11 +324,12 @@ def model_config(cell: Cell) -> ModelConfig:
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
     gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
     gemma, neox, rotary = gemma2 or gemma3, cell.family == "neox", cell.family not in ("gpt2", "switch")
-    llama = cell.family in LLAMAS or gemma
+    llama, oss = cell.family in LLAMAS or gemma, cell.family == "gpt-oss"
     return ModelConfig(
         **expert_options(cell),
         num_layers=layers(cell),
-        hybrid_layer_pattern=cell.pattern,
+        **recurrent_options(cell),
+        hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden_size=HIDDEN,
         num_attention_heads=heads,
         kv_channels=4,
@@ -308,27 +337,34 @@ def model_config(cell: Cell) -> ModelConfig:
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=cell.sequence + 1,
-        position_embedding_type="yarn" if gemma2 else "rope" if rotary else "learned_absolute",
+        position_embedding_type="yarn" if gemma2 or oss else "rope" if rotary else "learned_absolute",
         rotary_percent=0.5 if neox else 1.0,
-        rotary_scaling_factor=4.0 if gemma2 else 1.0,
-        yarn_original_max_position_embeddings=64 if gemma2 else None,
+        rotary_scaling_factor=4.0 if gemma2 or oss else 1.0,
+        yarn_original_max_position_embeddings=64 if gemma2 or oss else None,
         rotary_base=1e5 if gemma3 else 1e4,
         window_rotary_base=1e3 if gemma3 else None,
         rotary_seq_len_interpolation_factor=8.0 if gemma3 else None,
         use_parallel_residual=neox or cell.parallel_residual,
         exact_gelu=neox,
-        window_size="3,0" if gemma else None,
-        window_attn_skip_freq="2" if gemma else None,
+        window_size="3,0" if gemma or oss else None,
+        window_attn_skip_freq="2" if gemma or oss else None,
         sandwich_norm=gemma,
         scale_embeddings=gemma,
         apply_layernorm_1p=gemma,
         query_pre_attn_scalar=7.0 if gemma2 else None,
         attn_logit_softcapping=2.0 if gemma2 else None,
         final_logit_softcapping=3.0 if gemma2 else None,
-        normalization="RMSNorm" if llama else "LayerNorm",
+        normalization="RMSNorm" if llama or oss else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
+        qk_layernorm_over_heads=cell.norm_over_heads,
+        attention_output_gate=cell.output_gate,
+        no_rope_freq=cell.no_rope_freq,
+        softmax_type="learnable" if oss else cell.softmax_type,  # type: ignore[arg-type]
         swiglu=llama and not gemma,
         geglu=gemma,
+        quick_geglu=oss,
+        glu_linear_offset=1.0 if oss else 0.0,
+        activation_func_clamp_value=0.5 if oss else None,
         add_bias_linear=not llama,
         untie_embeddings_and_output_weights=not cell.tied,
         vocab_size=vocabulary,
@@ -339,19 +375,41 @@ def model_config(cell: Cell) -> ModelConfig:
     )
 
 
+def recurrent_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of recurrent layers; none in networks without them. Chunks are shorter than samples."""
+    options: dict[str, Any] = {}
+    if "M" in (cell.pattern or ""):
+        names = ("num_heads", "num_groups", "head_dim", "state_dim", "conv_kernel_dim")
+        options |= {f"mamba_{name}": size for name, size in zip(names, MAMBA[cell.recurrent], strict=True)}
+        options["mamba_chunk_size"] = 5
+    if "G" in (cell.pattern or ""):
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
+        options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
+    if "K" in (cell.pattern or ""):
+        names = ("num_heads", "head_dim", "conv_kernel_dim", "lower_bound")
+        options |= {f"kda_{name}": size for name, size in zip(names, KIMI[cell.recurrent], strict=True)}
+        options["kda_chunk_size"] = 4
+    if "L" in (cell.pattern or ""):
+        options["short_conv_kernel_dim"], options["short_conv_bias"] = CONVOLUTION[cell.recurrent]
+    return options
+
+
 def expert_options(cell: Cell) -> dict[str, Any]:
     """Return the options of the layers with experts; none for other families."""
-    if cell.family not in EXPERTS:
+    if cell.family not in EXPERTS_OF:
         return {}
-    experts, having = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
+    experts, having = EXPERTS_OF[cell.family], EXPERT_LAYERS[cell.family]
     groups, chosen, scores = experts.groups or (None, None, None)
     losses = experts.losses if experts.evened_samples is None else {"sinkhorn": 0.0}
+    losses = losses if experts.quantile_ema is None else {"quantile_balancing": 0.0}
     return {
         "num_experts": NUM_EXPERTS[cell.family],
         "moe_layer_freq": None if cell.pattern else str([int(layer in having) for layer in range(LAYERS)]),
         "moe_ffn_hidden_size": EXPERT_FFN[cell.family],
         "moe_router_topk": experts.topk,
-        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
+        "moe_router_score_function": experts.score if experts.score in SEPARATE_SCORES else "softmax",
+        "moe_router_bias": cell.family == "gpt-oss",
         "moe_router_pre_softmax": experts.score == "pre_softmax",
         "moe_router_num_groups": groups,
         "moe_router_group_topk": chosen,
@@ -359,6 +417,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_router_enable_expert_bias": experts.bias_rate > 0,
         "moe_router_bias_update_rate": experts.bias_rate,
+        "moe_router_quantile_balancing_ema": experts.quantile_ema or 0.0,
         "moe_router_load_balancing_type": tuple(losses),
         "moe_aux_loss_coeff": tuple(losses.values()),
         "moe_z_loss_coeff": experts.z_loss or None,
@@ -366,6 +425,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_token_drop_policy": cell.drop_policy,
         "moe_pad_expert_input_to_capacity": cell.padded_experts,
         "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] or None,
+        "moe_latent_size": LATENT.get(cell.family),
         "moe_shared_expert_gate": cell.family == "switch",
         "moe_shared_expert_overlap": cell.shared_overlap and SHARED_FFN[cell.family] > 0,
         "moe_token_dispatcher_type": cell.dispatcher,
@@ -376,7 +436,7 @@ def network(cell: Cell) -> Network:
     """Return the same network as an argument for the drawing of initial weights."""
     heads, groups = KEY_VALUES[cell.key_values]
     gemma = cell.family in ("gemma", "gemma3")
-    plain = cell.family in LLAMAS or gemma
+    plain, oss = cell.family in LLAMAS or gemma, cell.family == "gpt-oss"
     family = cell.family
     return Network(
         layers=layers(cell),
@@ -389,18 +449,27 @@ def network(cell: Cell) -> Network:
         vocabulary=VOCABULARIES[cell.vocabulary][0],
         std=0.2,
         positions=cell.sequence + 1 if cell.family in ("gpt2", "switch") else 0,
-        centered=not plain,
+        centered=not plain and not oss,
         around_one=gemma,
         biases=not plain,
-        gated=plain,
+        gated=plain or oss,
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        norm_over_heads=cell.norm_over_heads,
+        output_gate=cell.output_gate,
+        sinks=oss or cell.softmax_type == "learnable",
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or 24,
         shared_ffn=SHARED_FFN.get(family, 0),
         shared_gate=family == "switch",
+        latent=LATENT.get(family, 0),
+        mamba=MAMBA[cell.recurrent],
+        delta=DELTA[cell.recurrent],
+        convolution=CONVOLUTION[cell.recurrent],
+        kimi=KIMI[cell.recurrent],
+        router_bias=oss,
     )
 
 
@@ -436,8 +505,20 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.softmax_type == "off-by-one":
+        return replace(oracle(replace(cell, softmax_type="vanilla")), off_by_one=True)
+    if cell.no_rope_freq is not None:
+        plain = oracle(replace(cell, no_rope_freq=None))
+        return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
     if cell.pattern is not None:
-        return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""))
+        mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])
+        return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)
+    if cell.family == "gpt-oss":
+        base = oracle(replace(cell, family="gemma"))
+        scores = {"score_divisor": None, "score_cap": math.inf, "logit_cap": math.inf}
+        of_glu = {"activation": "quick_geglu", "glu_offset": 1.0, "glu_limit": 0.5}
+        others = {"norm_around_one": False, "embedding_scale": 1.0, "experts": EXPERTS_OF[cell.family]}
+        return replace(base, **scores, **of_glu, **others)  # type: ignore[arg-type]
     if cell.family in EXPERTS:
         experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)
         base = replace(cell, family="gpt2" if cell.family == "switch" else "llama")

@@ -159,7 +159,8 @@ def expected(alone: Cell) -> Expected:
         whole = batch(alone, step)
         fields = (whole.tokens, whole.positions, whole.document_ids)
         biases = {name.removesuffix("expert_bias"): bias for name, bias in states.items() if "expert_bias" in name}
-        routing = Routing(biases, whole.padding)
+        offsets = {name.removesuffix("quantile_offset"): each for name, each in states.items() if "offset" in name}
+        routing = Routing(biases, whole.padding, offsets=offsets)
         logits = oracle(alone).logits(weights, *fields, dropout(alone, step, SEED), routing)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         loss = total / count.clamp(min=1.0)
@@ -171,6 +172,9 @@ def expected(alone: Cell) -> Expected:
                 if experts.bias_rate:
                     bias = biases.get(name, torch.zeros(record.logits.shape[-1], dtype=wide))
                     states[f"{name}expert_bias"] = experts.next_bias(bias, record)
+                if experts.quantile_ema is not None:
+                    offset = offsets.get(name, torch.zeros(record.logits.shape[-1], dtype=wide))
+                    states[f"{name}quantile_offset"] = experts.next_offset(offset, record)
                 if "global_aux_loss" in experts.losses:
                     counts = record.by_score.sum((0, 1))
                     states[f"{name}previous_load"] = (counts / counts.sum()).to(wide).detach()
@@ -232,7 +236,7 @@ def group_of(name: str) -> str:
     """Return the group of parameters that the tensor of this name belongs to."""
     if name in ("embedding.word", "output"):
         return "token_tables"
-    return "vectors" if name.endswith("bias") or "norm" in name else "weights"
+    return "vectors" if name.endswith(("bias", "sink", "A_log", ".D")) or "norm" in name else "weights"
 
 
 def norms_by_group(tensors: Tensors) -> dict[str, float]:

@@ -304,7 +304,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         recompute=replace(RECOMPUTE[cell.recompute], mlp_parts=cell.mlp_parts),
         loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
-        attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather"),),
+        attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather", cell.chains),),
     )
 
 

@@ -106,3 +106,14 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"--compile needs Triton on a GPU.*pip install triton"):
         require_compiler()
+
+
+@pytest.mark.wide
+def test_recurrent_layers_are_left_out_but_for_their_projections(rank_pools: RankPools) -> None:
+    """Letters of one kind share what is compiled."""
+    rest = {"dp": 1, "cp": 2, "documents": True, "compiled": "aot_eager"}
+    cells = [make_cell(rest | {"pattern": pattern}, steps=2) for pattern in ("MGL*K-", "MMGLLL*KK--")]
+    results, graphs = run(rank_pools, cells)
+    for cell, result in zip(cells, results, strict=True):
+        assert_as_expected(cell, result)
+    assert graphs[0] > 0

@@ -20,13 +20,21 @@ from tests.distributed.layout_expected import on_ranks, one_thread
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
 
+NO_ROPE = [layer % 3 % 2 for layer in range(LAYERS)]
 CELLS = (
     Cell("gpt2", vocabulary="odd"),
     Cell("llama", key_values="uneven6", tied=False),
     Cell("neox", key_values="mqa", vocabulary="empty"),
     Cell("gemma", key_values="few"),
     Cell("deepseek", key_values="gqa"),
+    Cell("nemotron", key_values="gqa"),
     Cell("llama", pattern="-**-*"),
+    Cell("llama", pattern="MG*-"),
+    Cell("gpt2", pattern="G-M*", recurrent="wide"),
+    Cell("llama", pattern="L-K*L", recurrent="wide"),
+    Cell("gpt2", pattern="K*K"),
+    Cell("gemma3", key_values="gqa", output_gate=True, no_rope_freq=str(NO_ROPE), softmax_type="learnable"),
+    Cell("gpt-oss", qk_layernorm=True, norm_over_heads=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 

@@ -14,7 +14,18 @@ from tests.distributed.layout_expected import one_thread
 from tests.harness import huggingface as theirs
 from tests.harness.rank_pool import RankPools
 
-NAMES = ("llama-yarn", "mistral", "qwen2-window", "gpt2", "gpt-neox", "gemma2", "gemma3")
+NAMES = (
+    "llama-yarn",
+    "mistral",
+    "qwen2-window",
+    "gpt2",
+    "gpt-neox",
+    "gemma2",
+    "gemma3",
+    "nemotron-h-dense",
+    "qwen3.5",
+    "lfm2",
+)
 PROMPTS = [[31, 41, 59, 26, 53, 58, 9, 7, 9], [3, 23], [8, 46, 26, 43, 38]]
 NEW, EOD = 10, 5
 

@@ -120,6 +120,7 @@ EXPERT_LAYOUTS: dict[str, Row] = {
 }
 IN_TURN = (pytest.mark.wide, pytest.mark.wide, pytest.mark.slow, pytest.mark.slow)
 """The meeting of a family and a layout: CI has each of both twice."""
+ALWAYS = ("switch-cp4-ep2-etp2-a2a", "kimi-cp2-ep2")
 EXPERT_DATA: list[Row] = [
     {"padding": True},
     {"drop_policy": "position"},
@@ -134,7 +135,7 @@ EXPERT_DATA: list[Row] = [
         pytest.param(
             family,
             layout,
-            marks=() if (family, layout) == ("switch", "cp4-ep2-etp2-a2a") else IN_TURN[(row + column) % 4],
+            marks=() if f"{family}-{layout}" in ALWAYS else IN_TURN[(row + column) % 4],
             id=f"{family}-{layout}",
         )
         for row, family in enumerate(EXPERTS)
@@ -208,7 +209,11 @@ def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools
     [
         *(("mixtral", "block"), ("s-base", "none")),
         *(pytest.param(*case, marks=pytest.mark.wide) for case in (("mixtral", "none"), ("s-base", "block"))),
-        *(pytest.param("switch", recompute, marks=pytest.mark.wide) for recompute in ("none", "block")),
+        *(
+            pytest.param(family, recompute, marks=pytest.mark.wide)
+            for family in ("switch", "kimi")
+            for recompute in ("none", "block")
+        ),
     ],
 )
 def test_what_routers_do_together_is_declared(family: str, recompute: str, rank_pools: RankPools) -> None:

@@ -84,7 +84,10 @@ LATER = (
 """Layouts whose parts the others have."""
 
 
-@pytest.mark.wide_except("switch-etp2", "mixtral-tp2-sp", "deepseek-pp2", "switch-ep4", "deepseek-ep2-etp2")
+@pytest.mark.wide_except(
+    *("switch-etp2", "mixtral-tp2-sp", "deepseek-pp2", "switch-ep4", "deepseek-ep2-etp2"),
+    *("nemotron-tp2-sp", "kimi-pp2"),
+)
 @pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",), later=LATER))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """The loads of a step decide the biases and the global balancing loss of the next ones."""
@@ -287,7 +290,7 @@ SPLITS: list[Row] = [
     [
         pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2 or number > 0))
         for number in range(len(SPLITS))
-        for turn, family in enumerate(("deepseek", "switch"))
+        for turn, family in enumerate(("deepseek", "switch", "kimi"))
     ],
 )
 def test_a_checkpoint_of_experts_goes_on_under_another_layout(

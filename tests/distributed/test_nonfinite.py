@@ -192,6 +192,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO 2": {"tp": 1, "dp": 2, "zero": 2, "recompute": "selective"},
     "dp 2, ZeRO 3": {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "uniform"},
     "experts": {"tp": 1, "dp": 1, "family": "deepseek"},
+    "experts by quantiles": {"tp": 1, "dp": 1, "family": "kimi"},
     "pp 2, dp 2, ZeRO 3": {"tp": 1, "dp": 2, "pp": 2, "zero": 3, "schedule": "interleaved-2"},
 }
 WIDE = (
@@ -204,6 +205,7 @@ WIDE = (
         "dp 2, ZeRO 2",
         "pp 2, interleaved, recomputed",
         "experts",
+        "experts by quantiles",
         "dp 2, ZeRO 3",
     ),
 )

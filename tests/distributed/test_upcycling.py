@@ -178,6 +178,9 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match=r"--moe-use-upcycling: --load .* has no checkpoint of a dense model"):
         begun(f"{flags} --load {tmp_path / 'empty'} {EXPERTS}")
     for more, words in {
+        f"--load {dense} {EXPERTS} --moe-latent-size 4": (
+            "--moe-use-upcycling needs experts of the full width, without --moe-latent-size"
+        ),
         EXPERTS: "--moe-use-upcycling needs --load",
         f"--load {dense} --moe-use-upcycling": "--moe-use-upcycling needs --num-experts",
         f"--load {dense} {EXPERTS} --finetune": "--finetune has no effect with --moe-use-upcycling",

@@ -42,7 +42,26 @@ LLAMA = replace(
     add_bias_linear=False, untie_embeddings_and_output_weights=True, group_query_attention=True, num_query_groups=2,
     qk_layernorm=True,
 )  # fmt: skip
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+HYBRID = replace(
+    LLAMA, num_layers=6, hybrid_layer_pattern="M*-GM-", position_embedding_type="none", mamba_head_dim=16,
+    mamba_num_groups=2, mamba_state_dim=8, mamba_chunk_size=12, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=16, linear_chunk_size=8,
+)  # fmt: skip
+"""Chunks of 12 do not divide the samples of 32 tokens; chunks of 8 do."""
+NEMOTRON_H = replace(
+    HYBRID, num_layers=5, hybrid_layer_pattern="M-M*-", swiglu=False, squared_relu=True, ffn_hidden_size=64,
+    qk_layernorm=False, mamba_dt_min=1e-3, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_chunk_size=64,
+)  # fmt: skip
+QWEN_3_5 = replace(
+    LLAMA, num_layers=6, hybrid_layer_pattern="G-G-*-", apply_layernorm_1p=True, attention_output_gate=True,
+    rotary_percent=0.25, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=16, linear_chunk_size=8,
+)  # fmt: skip
+LFM2 = replace(LLAMA, num_layers=6, hybrid_layer_pattern="L-L-*-", untie_embeddings_and_output_weights=False)
+FAMILIES = {
+    "gpt2": GPT2, "llama": LLAMA, "hybrid": HYBRID, "nemotron-h": NEMOTRON_H, "qwen3.5": QWEN_3_5, "lfm2": LFM2,
+}  # fmt: skip
 
 
 def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:

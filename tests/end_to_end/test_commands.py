@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -239,6 +240,7 @@ WITH_EXPERTS = {
     "qwen1.5_moe_a2.7b.yaml": (151936, 14315.8),
     "qwen3_30b_a3b.yaml": (151936, 30532.1),
     "glm4.5_air.yaml": (151552, 106852.2),
+    "gpt_oss_20b.yaml": (201088, 20914.8),
     "switch_base_8.yaml": (32128, 307.8),
 }
 """Vocabulary and millions of parameters of each recipe with experts, counted by transformers if it has the model."""
@@ -270,6 +272,36 @@ def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: s
     assert "2 layers have 4 experts" in out
 
 
+WITH_PATTERNS = {"nemotron_h_8b.yaml": (131072, 8100.9), "qwen3_next_80b_a3b.yaml": (151936, 79674.4)}
+"""The same of recipes of layers as letters."""
+_LARGE = WITH_EXPERTS | WITH_PATTERNS
+SMALLER = {
+    "nemotron_h_8b.yaml": "--hybrid-layer-pattern M*- --mamba-num-heads 4 --mamba-head-dim 8 --mamba-state-dim 8 "
+    "--mamba-num-groups 2",
+    "qwen3_next_80b_a3b.yaml": "--hybrid-layer-pattern GE*E --linear-num-key-heads 2 --linear-num-value-heads 4 "
+    "--linear-key-head-dim 8 --linear-value-head-dim 8 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 "
+    "--moe-shared-expert-intermediate-size 16 --ep 2 --pp 1",
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", WITH_PATTERNS)
+def test_recipes_with_patterns(train: Callable[..., str], name: str) -> None:
+    small = words(f"{SMALLER[name]} --num-query-groups 2 --kv-channels 8 --lr-wsd-decay-iters 1")
+    small = small[:-2] if name == "qwen3_next_80b_a3b.yaml" else small
+    assert "step 3/3" in train(name, *tokens(60), *TINY[2:], *small)
+
+
+def test_a_tiny_hybrid_learns(train: Callable[..., str], tmp_path: Path) -> None:
+    """Its first steps, on shorter samples."""
+    save = ("--save", str(tmp_path / "run"))
+    train("tiny_hybrid.yaml", "--mock-data", "--seq-length", "32", "--train-iters", "30", "--lr", "2e-2", *save)
+    losses = [json.loads(line).get("lm_loss") for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [loss for loss in losses if loss is not None]
+    assert len(steps) == 30
+    assert steps[-1] < 0.6 * steps[0]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "arguments", "millions"),
@@ -277,15 +309,13 @@ def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: s
         ("gpt2_124m.sh", (), 124.4),
         ("llama_160m.yaml", MOCK_LLAMA, 162.4),
         ("megatron_style.sh", (), 8030),
-        *((name, tuple(tokens(vocabulary)), millions) for name, (vocabulary, millions) in WITH_EXPERTS.items()),
+        *((name, tuple(tokens(vocabulary)), millions) for name, (vocabulary, millions) in _LARGE.items()),
     ],
 )
 def test_recipes_are_of_the_size_they_name(
     name: str, arguments: tuple[str, ...], millions: float, tmp_path: Path
 ) -> None:
-    config = resolve(
-        parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 64 if name in WITH_EXPERTS else 2
-    )
+    config = resolve(parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 64 if name in _LARGE else 2)
     assert config.model.vocab_size is not None
     model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document is added
     mesh = ParallelMesh(rank=0, world_size=1, tensor_parallel_size=1, device=torch.device("meta"))

@@ -15,7 +15,7 @@ SAME_INITIAL_WEIGHTS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX5
 
 
 CASES = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
-FEW = (("gpt2", "float64"), ("llama", "float32"))
+FEW = (("gpt2", "float64"), ("llama", "float32"), ("hybrid", "float64"))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,14 @@ WIDE = {
     "gpt/gpt3_mcore_te_tp1_pp4_disable_bias_linear": (4, 1),
     "mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release": (4, 2),
     "moe/gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer": (4, 1),
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async": (2, 1),
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async_mcore": (4, 2),
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_sync": (2, 1),
+    "hybrid/hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G": (2, 2),
+    "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G": (2, 1),
+    "hybrid/hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G": (4, 1),
+    "hybrid/hybrid_mr_mcore_te_tp2_pp1_cp1_dgx_a100_1N8G": (2, 1),
+    "hybrid/hybrid_mr_mcore_te_tp2_pp1_cp4_dgx_a100_1N8G": (8, 1),
 }
 RESUMED = {
     "gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor": (2, 2),
@@ -46,6 +54,8 @@ WIDE_RESUMED = {
     "gpt/gpt3_mcore_te_tp4_pp1_resume_torch_dist_qk_layernorm_test_mode": (2, 1),
     "gpt/gpt3_mcore_te_tp1_pp4_resume_torch_dist_swiglu": (4, 1),
     "moe/gpt3_mcore_te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router": (4, 2),
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn": (2, 1),
+    "gpt/gpt3_mcore_te_tp2_pp1_gdn_1node": (4, 2),
 }
 Train = Callable[..., str]
 
@@ -73,7 +83,8 @@ def train(spawn: Callable[..., Job], files: Path, tmp_path: Path) -> Train:
 
     def run(name: str, ranks: int, replicas: int, *more: str, expected: int = 0) -> str:
         flags = scaled(command(name), files, tmp_path, ranks, replicas)
-        out = ended(spawn([PRETRAIN, *flags, *more], ranks), expected).stdout
+        program = PRETRAIN.with_name("pretrain_hybrid.py") if name.startswith("hybrid/") else PRETRAIN
+        out = ended(spawn([program, *flags, *more], ranks), expected).stdout
         assert all(note in out for note in parse_arguments(flags).notes)
         return out
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.end_to_end.conftest import run, start
 
@@ -18,3 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if FOLDER in item.path.parents[1:]:
             item.add_marker(pytest.mark.extra)
+
+
+@pytest.fixture(autouse=True)
+def deterministic_mode_as_before() -> Iterator[None]:
+    """Leave torch's deterministic mode, which is the process's, to the next test as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    if torch.are_deterministic_algorithms_enabled() != before:
+        torch.use_deterministic_algorithms(before)

@@ -38,7 +38,27 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_GRANITE = {
+    "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "rms_norm_eps": 1e-5,
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-3,  # so that small outputs, and their rounding, are not made large
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "partial_rotary_factor": 0.5,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_theta": 500.0}),
@@ -116,6 +136,145 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "olmoe": (transformers.OlmoeConfig, {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
+    "minimax-m2": (
+        transformers.MiniMaxM2Config,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "rope_parameters": _HALF, "num_key_value_heads": 4},
+    ),
+    "nemotron-h": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
+            "routed_scaling_factor": 2.5,
+            "n_group": 2,
+            "topk_group": 1,
+            "time_step_min": 0.5,
+        },
+    ),
+    "nemotron-3": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["moe", "mamba", "attention", "moe"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 6,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_latent_size": 12,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+    ),
+    "nemotron-h-dense": (
+        transformers.NemotronHConfig,
+        {
+            "layers_block_type": ["mamba", "mlp", "mamba", "mamba", "mlp", "attention"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 4,
+            "ssm_state_size": 5,
+            "n_groups": 2,
+            "conv_kernel": 3,
+        },
+    ),
+    "bamba": (
+        transformers.BambaConfig,
+        {
+            "attn_layer_indices": [1, 3],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 2,
+            "mamba_chunk_size": 16,
+            "time_step_limit": (0.3, 1.2),
+        },
+    ),
+    "granite": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE
+        | {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "granite-dense": (
+        transformers.GraniteMoeHybridConfig,
+        _GRANITE | {"num_local_experts": 0, "shared_intermediate_size": 40, "tie_word_embeddings": True},
+    ),
+    "qwen3-next": (
+        transformers.Qwen3NextConfig,
+        _DELTA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3.5": (transformers.Qwen3_5TextConfig, _DELTA | {"linear_num_value_heads": 2, "full_attention_interval": 2}),
+    "qwen3.5-moe": (
+        transformers.Qwen3_5MoeTextConfig,
+        _DELTA
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+        },
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 4,
+            "block_ffn_dim_multiplier": 1.3,
+            "conv_L_cache": 4,
+        },
+    ),
+    "lfm2-biases": (
+        transformers.Lfm2Config,
+        {
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+            "rope_theta": 1e4,
+        },
+    ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 6,
+            "swiglu_limit": 1.0,
+            "rope_scaling": _YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+        },
+    ),
+    "gpt-oss-plain": (
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "default"},
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -143,6 +302,10 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 
 
+_LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
+_LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
+
+
 def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
     """Return the configuration of a model of `CONFIGS`."""
     kind, own = CONFIGS[name]
@@ -151,7 +314,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig):
+    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig):
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))
@@ -168,14 +331,14 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
     The last norm is small, so that logits are about 1.
     """
-    around_one = "gemma" in config.model_type
+    around_one = config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             norm = parameter.dim() == 1 and "bias" not in name
-            last = name in ("model.norm.weight", "transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight")
+            last = name in _LAST_NORMS
             weight = (values * 0.3 + norm) * (0.2 if last else 1.0)
             parameter.copy_(weight - float(norm and around_one))
         for name, buffer in model.named_buffers():

@@ -9,7 +9,7 @@ import contextlib
 import queue
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,16 +19,25 @@ from torch import Tensor
 from megalite.config import ModelConfig
 
 Names = Literal["local", "transformer engine"]
-Form = Literal["stacked", "per layer", "legacy"]
-"""Form of a checkpoint: one key for all layers, one key per layer, or one file per rank."""
+Form = Literal["stacked", "per layer", "legacy", "own norms"]
+"""Form of a checkpoint: one key for all layers; one key per layer, also with norms by themselves; one file per rank."""
+Build = Callable[[ModelConfig, int, Names], Any]
+"""Function that builds a network on so many tensor-parallel ranks, whose norms have these names."""
 
 
 def save(
-    model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
+    model: ModelConfig,
+    args: dict[str, Any],
+    folder: Path,
+    tokens: Tensor,
+    tensor_parallel_size: int,
+    form: Form,
+    build: Build | None = None,
 ) -> Tensor:
-    """Save a network of random weights as Megatron-LM does, and return its logits."""
+    """Save a network of random weights as Megatron-LM does, and return its logits. `build`: builds it; None: a GPT."""
     with ready(tensor_parallel_size):
-        network = _build(model, tensor_parallel_size, "transformer engine" if form == "per layer" else "local")
+        names: Names = "transformer engine" if form == "per layer" else "local"
+        network = (build or _build)(model, tensor_parallel_size, names)
         torch.manual_seed(torch.distributed.get_rank())
         for name, parameter in network.named_parameters():
             with torch.no_grad():
@@ -61,13 +70,15 @@ def write(network: Any, args: dict[str, Any], folder: Path, form: Form) -> None:
         dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
 
 
-def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int) -> tuple[Tensor, Any]:
+def load(
+    model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int, build: Build | None = None
+) -> tuple[Tensor, Any]:
     """Return the logits of a network loaded from a folder, all of whose tensors it must use, and the rest of the
     checkpoint."""
     with ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
 
-        network = _build(model, tensor_parallel_size, "transformer engine")
+        network = (build or _build)(model, tensor_parallel_size, "transformer engine")
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.fill_(torch.nan)
@@ -107,6 +118,44 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    config = transformer_config(model, tensor_parallel_size)
+    if model.position_embedding_type == "yarn":
+        config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
+        config.yarn_mscale, config.yarn_mscale_all_dim = model.mscale, model.mscale_all_dim
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int"):
+            setattr(config, f"yarn_{name}", getattr(model, f"yarn_{name}"))
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    if model.num_experts is not None:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=model.normalization)
+        for layer, description in zip(model.layers, spec.layer_specs, strict=True):
+            if layer.feed_forward == "moe" and names == "transformer engine":
+                description.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
+    return GPTModel(
+        config,
+        spec,
+        **network_options(model, tensor_parallel_size),
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+    )
+
+
+def network_options(model: ModelConfig, tensor_parallel_size: int) -> dict[str, Any]:
+    """Return the arguments of a network beside its configuration and the kinds of its layers."""
+    return {
+        "vocab_size": model.padded_vocab_size(tensor_parallel_size),
+        "max_sequence_length": model.max_position_embeddings or 0,
+        "parallel_output": False,
+        "share_embeddings_and_output_weights": not model.untie_embeddings_and_output_weights,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": model.rotary_base,
+        "seq_len_interpolation_factor": model.rotary_seq_len_interpolation_factor,
+    }
+
+
+def transformer_config(model: ModelConfig, tensor_parallel_size: int, **options: Any) -> Any:
+    """Return the configuration of a network's layers, with further options of it."""
     from megatron.core.transformer import TransformerConfig
 
     activation: Any = torch.nn.functional.gelu
@@ -114,7 +163,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
         activation = torch.nn.functional.silu
     if model.squared_relu:
         from megatron.core.activations import squared_relu as activation
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -130,6 +179,9 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
+        attention_output_gate=model.attention_output_gate,
+        softmax_type=model.softmax_type,
+        no_rope_freq=[int(not layer.rotary) for layer in model.layers] if model.no_rope_freq else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=not (model.swiglu or model.squared_relu or model.exact_gelu),
@@ -137,32 +189,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
         apply_rope_fusion=False,
         rotary_interleaved=model.rotary_interleaved,
         **_expert_options(model),
-    )
-    if model.position_embedding_type == "yarn":
-        config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
-        config.yarn_mscale, config.yarn_mscale_all_dim = model.mscale, model.mscale_all_dim
-        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int"):
-            setattr(config, f"yarn_{name}", getattr(model, f"yarn_{name}"))
-    assert model.vocab_size is not None
-    spec: Any = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
-    if model.num_experts is not None:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=model.normalization)
-        for layer, description in zip(model.layers, spec.layer_specs, strict=True):
-            if layer.feed_forward == "moe" and names == "transformer engine":
-                description.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=model.padded_vocab_size(tensor_parallel_size),
-        max_sequence_length=model.max_position_embeddings or 0,
-        parallel_output=False,
-        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
-        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
+        **options,
     )
 
 
@@ -196,6 +223,7 @@ def ready(tensor_parallel_size: int) -> Iterator[None]:
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = Tracker(), True
     filesystem_async._process_memory = lambda: 0
     filesystem_async._get_write_results_queue = lambda: results
+    filesystem_async.get_write_results_queue = lambda: results  # its name since 0.19
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
     moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(tensor_parallel_size)

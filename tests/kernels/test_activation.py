@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.activation import (
+    activation,
+    exact_geglu,
+    exact_gelu,
+    geglu,
+    gelu,
+    quick_geglu,
+    squared_relu,
+    swiglu,
+)
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import only_programs
 from tests.kernels.strides import VIEWS
@@ -27,6 +36,26 @@ def _tanh_gelu(input: Tensor) -> Tensor:
     return F.gelu(input, approximate="tanh")
 
 
+def limited_swiglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    return activation("swiglu", limit=2.5)(gate_up, bias)
+
+
+def limited_quick_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    return activation("quick_geglu", limit=1.5, offset=1.0)(gate_up, bias)
+
+
+def _quick_gelu(input: Tensor) -> Tensor:
+    return input * torch.sigmoid(1.702 * input)
+
+
+def _limited(gate: Callable[[Tensor], Tensor], limit: float, offset: float) -> Callable[[Tensor], Tensor]:
+    def function(gate_up: Tensor) -> Tensor:
+        gates, ups = gate_up.tensor_split(2, dim=-1)
+        return gate(gates.clamp(max=limit)) * (ups.clamp(-limit, limit) + offset)
+
+    return function
+
+
 EXACT: dict[Function, Callable[[Tensor], Tensor]] = {
     gelu: _tanh_gelu,
     exact_gelu: F.gelu,
@@ -34,8 +63,11 @@ EXACT: dict[Function, Callable[[Tensor], Tensor]] = {
     swiglu: _gated(F.silu),
     geglu: _gated(_tanh_gelu),
     exact_geglu: _gated(F.gelu),
+    quick_geglu: _gated(_quick_gelu),
+    limited_swiglu: _limited(F.silu, 2.5, 0.0),
+    limited_quick_geglu: _limited(_quick_gelu, 1.5, 1.0),
 }
-GATED = (swiglu, geglu, exact_geglu)
+GATED = (swiglu, geglu, exact_geglu, quick_geglu, limited_swiglu, limited_quick_geglu)
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy's, of the interpreter
 each_function = pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
 BIAS = {"": False, "bias": True}

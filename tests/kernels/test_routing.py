@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.implementation import Kernels, use
@@ -19,6 +21,7 @@ CHOICES = ["triton", "reference"]
 IMPLEMENTATIONS = pytest.mark.parametrize("choice", CHOICES)
 SCORE: dict[str, dict[str, object]] = {
     "softmax": {}, "pre_softmax": {"pre_softmax": True}, "sigmoid": {"score_function": "sigmoid"},
+    "sqrtsoftplus": {"score_function": "sqrtsoftplus"},
 }  # fmt: skip
 SCORES = pytest.mark.parametrize("score", SCORE.values(), ids=SCORE)
 
@@ -31,6 +34,8 @@ def logits_of(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> 
 def scores_of(row: list[float], rule: RoutingRule) -> list[float]:
     if rule.score_function == "sigmoid":
         return [1 / (1 + math.exp(-z)) for z in row]
+    if rule.score_function == "sqrtsoftplus":
+        return [math.sqrt(math.log1p(math.exp(z))) for z in row]
     if rule.pre_softmax:
         return [math.exp(z - max(row)) / sum(math.exp(other - max(row)) for other in row) for z in row]
     return row
@@ -54,7 +59,7 @@ def weights_of(row: list[float], experts: list[int], rule: RoutingRule) -> list[
     chosen = [scores[expert] for expert in experts]
     if rule.score_function == "softmax" and not rule.pre_softmax:
         chosen = [math.exp(score) / sum(map(math.exp, chosen)) for score in chosen]
-    if rule.score_function == "sigmoid" and rule.topk > 1:
+    if rule.score_function != "softmax" and rule.topk > 1:
         chosen = [score / sum(chosen) for score in chosen]
     return [rule.scaling_factor * score for score in chosen]
 
@@ -157,7 +162,7 @@ def test_weights_and_gradients_are_the_rules(sizes: tuple[int, int], score: dict
 
 
 def test_the_references_gradient_is_that_of_differences() -> None:
-    for score in ({}, {"pre_softmax": True}, {"score_function": "sigmoid"}):
+    for score in SCORE.values():
         rule = RoutingRule(2, scaling_factor=1.5, **score)  # type: ignore[arg-type]
         logits = logits_of(4, 6, torch.float64).requires_grad_()
         chosen = choose_experts(logits, None, rule)
@@ -184,9 +189,26 @@ def test_no_tokens_choose_nothing(choice: str) -> None:
     assert logits.grad.shape == (0, 8)
 
 
+@IMPLEMENTATIONS
+def test_square_roots_of_softplus_are_exact_for_small_and_large_logits(choice: str) -> None:
+    """The softplus itself is 0 in fp32 for the smallest, where its root would have no slope."""
+    use(Kernels(choice))  # type: ignore[arg-type]
+    rule = RoutingRule(1, "sqrtsoftplus")
+    values = [-170.0, -104.5, -87.0, -40.5, -40.0, -17.0, -3.0, 0.0, 3.0, 21.0, 39.0, 41.0, 300.0]
+    logits = torch.tensor(values)[:, None].requires_grad_()
+    found = routing_weights(logits, torch.zeros(len(values), 1, dtype=torch.int64), rule)
+    (slopes,) = torch.autograd.grad(found.sum(), logits)
+    with decimal.localcontext(prec=200):
+        powers = [decimal.Decimal(value).exp() for value in values]
+        scores = [(1 + power).ln().sqrt() for power in powers]
+        exact = [power / (1 + power) / (2 * score) for power, score in zip(powers, scores, strict=True)]
+    for ours, theirs in ((found, scores), (slopes, exact)):
+        assert ours.flatten().tolist() == pytest.approx([float(each) for each in theirs], rel=1e-6, abs=0.0)
+
+
 def test_shares_sum_to_one() -> None:
     logits = logits_of(5, 6, torch.float64)
-    for function in ("softmax", "sigmoid"):
+    scores = {"sigmoid": torch.sigmoid(logits), "sqrtsoftplus": F.softplus(logits).sqrt(), "softmax": logits.exp()}
+    for function, expected in scores.items():
         shares = routing_probabilities(logits, function)  # type: ignore[arg-type]
-        assert torch.allclose(shares.sum(-1), torch.ones(5, dtype=torch.float64))
-    torch.testing.assert_close(shares, torch.sigmoid(logits) / torch.sigmoid(logits).sum(-1, keepdim=True))
+        torch.testing.assert_close(shares, expected / expected.sum(-1, keepdim=True))

@@ -18,6 +18,8 @@ OUTSIDE = (
     "permutation",
     "grouped",
     "compression",
+    "short_convolution",
+    "recurrence",
 )  # what no network runs, or has traced
 
 

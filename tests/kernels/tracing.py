@@ -24,7 +24,14 @@ from tests.distributed.layout_cell import Cell, model_config
 from tests.kernels.compile import compile_only
 
 TOKENS = 8
-OUTSIDE = ("optimizer", "quantization", "dropout", "grouped")  # what no network runs, or has traced
+OUTSIDE = (
+    "optimizer",
+    "quantization",
+    "dropout",
+    "grouped",
+    "short_convolution",
+    "recurrence",
+)  # what no network runs, or has traced
 
 
 def trace(case: Case) -> None:

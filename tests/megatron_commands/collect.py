@@ -24,7 +24,7 @@ from megalite.extras.translation.script import read_script
 
 TESTS_AT = "d98e8a64"
 RELEASES = ["v2.5", *(f"core_v0.{minor}.0" for minor in range(4, 17)), TESTS_AT]
-TESTS = re.compile(r"tests/functional_tests/test_cases/(gpt|moe|mixtral)/\w+/model_config\.yaml")
+TESTS = re.compile(r"tests/functional_tests/test_cases/(gpt|moe|mixtral|hybrid|nemotron)/\w+/model_config\.yaml")
 EXAMPLES = re.compile(r"examples/(.*/)?\w*(gpt3?|llama\w*|mixtral|starcoder|apertus)[\w.-]*\.(sh|sbatch)")
 OTHER_PROGRAMS = re.compile(
     "export|inference|generat|server|bert|t5|multimodal|eval|finetune|distill|academic|retro|/rl/|tokenizer"

@@ -22,6 +22,7 @@ from megalite.config.command_line import flag_groups
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.tokenizer_training import train_tokenizer
 
+PATTERN, LINEAR = "hybrid-layer-pattern", ("linear-key-head-dim", "linear-value-head-dim")
 ITERATIONS, HIDDEN, HEADS, LENGTH, EXPERTS, MICRO_BATCHES = 6, 64, 8, 32, 8, 8
 DENSE = ("pipeline-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size")
 SPARSE = ("pipeline-model-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size")
@@ -70,6 +71,9 @@ def scaled(argv: Sequence[str], files: Path, run: Path, ranks: int, replicas: in
     `files`: folder from `write_files`; `run`: folder of the run.
     """
     flags = {name: " ".join(values) for name, values in flag_groups(argv) if not name.startswith("wandb-")}
+    if PATTERN in flags:  # of each kind of layer one per stage, and Mamba-2's heads as narrow as attention's
+        flags[PATTERN] = "|".join("".join(dict.fromkeys(stage)) for stage in flags[PATTERN].split("|"))
+        flags |= {"mamba-head-dim": str(HIDDEN // HEADS), "mamba-state-dim": str(HIDDEN // HEADS)}
     layout = _layout(flags, ranks, replicas)
     stages = layout["pipeline-model-parallel-size"]
     flags |= {name: str(size) for name, size in layout.items() if name in flags}
@@ -106,7 +110,8 @@ def _sizes(flags: Mapping[str, str], stages: int) -> dict[str, int]:
     hidden, heads, length = of("hidden-size"), of("num-attention-heads"), of("seq-length")
     width, narrower = hidden // heads, HIDDEN / hidden
     return {
-        "num-layers": min(of("num-layers"), 2 * stages),
+        "num-layers": min(of("num-layers"), max(2 * stages, of("linear-attention-freq"))),
+        **dict.fromkeys(LINEAR, HIDDEN // HEADS),
         "num-layers-per-virtual-pipeline-stage": 1,
         "decoder-first-pipeline-num-layers": 1,
         "decoder-last-pipeline-num-layers": 1,

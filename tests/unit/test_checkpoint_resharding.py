@@ -278,7 +278,7 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
         (("--files", 2, "--tensor-model-parallel-size", 2), "give --files, or"),
         (("--files", 0), "--files 0: must be at least 1"),
         (("--tensor-model-parallel-size", 3), "--tensor-model-parallel-size 3 does not divide the attention heads, 4"),
-        (("--tensor-model-parallel-size", 0), "--tensor-model-parallel-size 0 does not divide"),
+        (("--tensor-model-parallel-size", 0), "--tensor-model-parallel-size 0: must be at least 1"),
         (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size must be at least 1"),
         (("--pipeline-model-parallel-size", 3), "cannot be divided evenly among 3 stages"),
     ],

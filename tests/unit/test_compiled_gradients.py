@@ -39,7 +39,7 @@ from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.parallel.state import Tally
 from megalite.training.kernels import compile_layers
-from megalite_kernels.activation import exact_geglu, geglu, swiglu
+from megalite_kernels.activation import activation, exact_geglu, geglu, sigmoid_gated, swiglu
 from megalite_kernels.dropout import drop
 from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.norm import norm, residual_norm
@@ -62,6 +62,13 @@ ELSEWHERE = {
     "_End": "",
     "_UseOf": "returns a view",
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
+    "_WithSink": "in LocalCore, which is not traced",
+    "_OverHeads": "in HeadsNorm, which is not traced",
+    "_Recurrence": "in RecurrentCore, which is not traced, as are the next four",
+    "_Convolution": "",
+    "_TokensBefore": "",
+    "_Held": "",
+    "SumOverSharers": "",
     "_BlocksOnMeta": "on the meta device, which has no numbers",
     "_InParts": "is not traced: it runs functions of parts that are compiled by themselves",
     "_ActivatedGroupedLinear": "differentiates in backward, which is not traced",
@@ -93,6 +100,10 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     yield "residual RMSNorm", (lambda x, r, w: residual_norm(x, r, w, None, 1e-5), [x, numbers(dtype, 3, 2, 8), vector])
     for gated in (swiglu, geglu, exact_geglu):
         yield gated.__name__, (lambda x, gated=gated: gated(x), [x])
+    limits: dict[str, dict[str, float]] = {"quick_geglu": {}, "swiglu": {"limit": 0.5}, "geglu": {"offset": 1.0}}
+    for kind, given in limits.items():
+        yield f"{kind} {given}", (lambda x, kind=kind, given=given: activation(kind, **given)(x), [x])
+    yield "gated output", (sigmoid_gated, [x, numbers(dtype, 3, 2, 8)])
     wide = torch.promote_types(dtype, torch.float32)
     angles = torch.arange(12, dtype=wide).view(3, 2, 1, 2)
     for interleaved, width in ((False, 4), (True, 4), (False, 6)):

@@ -11,8 +11,7 @@ import transformers.activations
 from torch import Tensor, randn
 
 from megalite.config import ModelConfig
-from megalite.config.activations import ACTIVATIONS, FLAGS, MEGATRON_ALONE, Activation, flags_by_megatron, megatron_of
-from megalite.config.megatron_flags import tables
+from megalite.config.activations import ACTIVATIONS, FLAGS, Activation, flags_by_megatron, megatron_of
 from megalite.config.validate_model import model_problems
 from megalite_kernels.activation import FUNCTIONS
 
@@ -48,11 +47,6 @@ def test_megatrons_arguments_choose_it_where_it_has_such(row: Activation) -> Non
     assert (there == row.flags) == (row.name not in ("geglu", "exact_geglu"))
     assert flags_by_megatron({"openai_gelu": True}, biases=False) == {"exact_gelu": False}
     assert flags_by_megatron({}, biases=False) == {"exact_gelu": True}
-
-
-def test_an_activation_of_megatrons_that_is_no_row_is_refused() -> None:
-    assert MEGATRON_ALONE == ["quick_geglu"]
-    assert "quick-geglu" in tables()["refused"]["architecture"]["flags"].split()
 
 
 def test_every_function_has_a_row() -> None:

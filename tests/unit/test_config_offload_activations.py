@@ -9,6 +9,7 @@ from megalite.config.pipeline_layout import layers_of_ranks
 from megalite.errors import ConfigurationError
 from tests.unit.test_config_validate import config_of, problems
 
+PATTERN = "--mamba-head-dim 4 --mamba-num-groups 1 --num-layers 2 --hybrid-layer-pattern="
 FINE = "--fine-grained-activation-offloading --offload-modules"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 
@@ -25,6 +26,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2"
             1,
         ),
         (f"{FINE} attn_norm qkv_linear core_attn attn_proj mlp_norm --activation-offload-fraction 0.5", 1),
+        (f"{FINE} attn_norm core_attn --activation-offload-fraction 0.5 {PATTERN}MM", 1),
         (f"{FINE} expert_fc1 moe_act --min-offloaded-tensor-size 0 {EXPERTS}", 1),
         (f"{FINE} mlp_norm --recompute-granularity full --recompute-method block --recompute-num-layers 2", 1),
         (f"{FINE} core_attn {EXPERTS} --recompute-granularity selective --recompute-modules moe", 1),
@@ -74,6 +76,14 @@ def test_what_fits_is_accepted(flags: str, ranks: int) -> None:
             f"{FINE} attn_proj",
             "--offload-modules attn_proj needs core_attn beside it: what the output layer saves is the core's output, "
             "which the core keeps as well",
+        ),
+        (
+            f"{FINE} mlp_norm core_attn {PATTERN}MM",
+            "--offload-modules mlp_norm: --hybrid-layer-pattern 'MM' has no layer with that: leave it out",
+        ),
+        (
+            f"{FINE} mlp_norm core_attn attn_norm --num-layers 2 --hybrid-layer-pattern=--",
+            "--offload-modules core_attn attn_norm: --hybrid-layer-pattern '--' has no layer with that: leave it out",
         ),
         (f"{FINE} mlp_norm expert_fc1", "--offload-modules expert_fc1 needs --num-experts"),
         (

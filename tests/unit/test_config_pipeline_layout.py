@@ -180,8 +180,8 @@ def test_letters_mean_what_is_written(written: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("layers", "layout", "problem"),
     [
-        (4, "Ett|tL", "has 3 layers (t), but --num-layers is 4: make them equal"),
-        (4, "Ett|tttL", "has 5 layers (t), but --num-layers is 4: make them equal"),
+        (4, "Ett|tL", "has 3 layers (t), which is not --num-layers 4: make them equal"),
+        (4, "Ett|tttL", "has 5 layers (t), which is not --num-layers 4: make them equal"),
         (2, "tE|tL", ": E (the embedding) must be there once, first of all, not elsewhere"),
         (2, "|EttL", ": E (the embedding) must be there once, first of all, not elsewhere"),
         (2, "t|tL", ": E (the embedding) must be there once, first of all, not 0 times"),

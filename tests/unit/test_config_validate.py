@@ -202,7 +202,30 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--window-size 5,0 --window-attn-skip-freq [1,0]",
-            "--window-attn-skip-freq '[1,0]' is for 2 layers, but --num-layers is 4",
+            "--window-attn-skip-freq '[1,0]' is for 2 layers, and the network has 4",
+        ),
+        ("--qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --qk-layernorm"),
+        ("--qk-layernorm --qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --normalization RMSNorm"),
+        ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
+        ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
+        ("--moe-router-bias", "--moe-router-bias needs --num-experts"),
+        ("--softmax-type sink", "--softmax-type 'sink': expected one of vanilla, off-by-one, learnable"),
+        ("--no-rope-freq 2", "--no-rope-freq needs --position-embedding-type rope"),
+        (
+            "--position-embedding-type rope --no-rope-freq 3",
+            "--no-rope-freq 3 does not divide --num-layers 4: give a list",
+        ),
+        (
+            "--position-embedding-type rope --no-rope-freq [1,0]",
+            "--no-rope-freq '[1,0]' is for 2 layers, and the network has 4",
+        ),
+        *(
+            (
+                f"--position-embedding-type rope --no-rope-freq {wrong}",
+                f"--no-rope-freq '{wrong}': expected N, for every N-th layer without rotation, or a 1 (without) or a 0 "
+                "for each layer, like [1,1,0] or ([1]*2+[0])*4",
+            )
+            for wrong in ("0", "[2]", "x()")
         ),
         ("--swiglu --geglu", "--geglu and --swiglu are different activations: choose one"),
         ("--swiglu --exact-gelu", "--exact-gelu and --swiglu are different activations: choose one"),
@@ -598,6 +621,8 @@ def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem:
 
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 EXPERTS = "--num-experts 8"
+ALONE = "none, sinkhorn or quantile_balancing alone"
+QUANTILES = "--moe-router-load-balancing-type quantile_balancing"
 SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
 
@@ -667,7 +692,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             "--moe-router-enable-expert-bias",
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus",
         ),
         ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate needs --moe-router-enable-expert-bias"),
         (
@@ -719,7 +744,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
-            "--moe-router-load-balancing-type aux_loss none: give each kind once, and none or sinkhorn alone",
+            f"--moe-router-load-balancing-type aux_loss none: give each kind once, and {ALONE}",
         ),
         (
             "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
@@ -727,7 +752,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             f"{SINKHORN} aux_loss --moe-aux-loss-coeff 0 0.1 --moe-router-pre-softmax",
-            f"{SINKHORN} aux_loss: give each kind once, and none or sinkhorn alone",
+            f"{SINKHORN} aux_loss: give each kind once, and {ALONE}",
         ),
         (
             f"{SINKHORN} --moe-aux-loss-coeff 0.1",
@@ -753,6 +778,25 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
             f"{SINKHORN} --moe-router-topk-scaling-factor 2",
             "--moe-router-topk-scaling-factor needs another --moe-router-load-balancing-type than sinkhorn",
         ),
+        (
+            f"{QUANTILES} --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 needs another --moe-router-load-balancing-type than quantile_balancing",
+        ),
+        (
+            f"{QUANTILES} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            "--moe-router-enable-expert-bias needs another --moe-router-load-balancing-type than quantile_balancing",
+        ),
+        (
+            f"{QUANTILES} --moe-router-num-groups 2 --moe-router-group-topk 1",
+            "--moe-router-num-groups needs another --moe-router-load-balancing-type than quantile_balancing",
+        ),
+        (f"{QUANTILES} --moe-router-topk 8", f"{QUANTILES} needs --num-experts above --moe-router-topk 8"),
+        (
+            f"{QUANTILES} --moe-router-quantile-balancing-ema 1",
+            "--moe-router-quantile-balancing-ema 1.0: must be at least 0 and below 1",
+        ),
+        ("--moe-router-quantile-balancing-ema 0.5", f"--moe-router-quantile-balancing-ema needs {QUANTILES}"),
+        ("--moe-latent-size 0", "--moe-latent-size 0: must be at least 1"),
         ("--moe-aux-loss-coeff -1", "--moe-aux-loss-coeff -1.0: must be at least 0"),
         (
             "--moe-pad-expert-input-to-capacity",
@@ -760,7 +804,7 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         ("--moe-token-drop-policy position", "--moe-token-drop-policy needs --moe-expert-capacity-factor"),
         ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
-        ("--moe-layer-freq [1]", "--moe-layer-freq '[1]' is for 1 layers, but --num-layers is 4"),
+        ("--moe-layer-freq [1]", "--moe-layer-freq '[1]' is for 1 layers, and the network has 4"),
         (
             "--moe-layer-freq 0",
             "--moe-layer-freq '0': expected N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0 for "

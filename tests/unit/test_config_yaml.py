@@ -58,7 +58,7 @@ def test_the_file_of_a_run_that_knew_fewer_axes_is_read() -> None:
     lines = dump(config).splitlines(keepends=True)
     names = ("context_parallel", " cp_", "- p2p", "expert_model_parallel", "expert_tensor_parallel")
     older = "".join(line for line in lines if not any(name in line for name in names))
-    assert len(older.splitlines()) == len(lines) - 8
+    assert len(older.splitlines()) == len(lines) - 9
     assert load_yaml(older) == config
 
 

@@ -23,27 +23,34 @@ from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
 HIDDEN, FFN, EXPERTS = 4, 6, 3
-MODEL = ModelConfig(num_layers=2, hidden_size=HIDDEN, num_attention_heads=2, ffn_hidden_size=FFN)
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=HIDDEN,
+    num_attention_heads=2,
+    ffn_hidden_size=FFN,
+    num_experts=EXPERTS,
+    moe_layer_freq="[0,1]",
+)
 LOGICAL = {  # the first layer has no experts
     "layers.0.mlp.down": (HIDDEN, FFN),
-    "layers.1.experts.gate_up": (EXPERTS, 2, FFN, HIDDEN),
-    "layers.1.experts.down": (EXPERTS, HIDDEN, FFN),
+    "layers.1.moe.gate_up": (EXPERTS, 2, FFN, HIDDEN),
+    "layers.1.moe.down": (EXPERTS, HIDDEN, FFN),
 }
 DENSE = Rule("layers.{layer}.dense.w2", "hidden ffn -> hidden ffn", (MappedBox("mlp.down"),))
 OF_EACH = (
     DENSE,
-    Rule("layers.{layer}.experts.{expert}.w1", "ffn hidden -> 1 ffn hidden", (MappedBox("experts.gate_up"),)),
-    Rule("layers.{layer}.experts.{expert}.w3", "ffn hidden -> 1 ffn hidden", (MappedBox("experts.gate_up", (), (1,)),)),
-    Rule("layers.{layer}.experts.{expert}.w2", "ffn hidden -> hidden ffn", (MappedBox("experts.down"),)),
+    Rule("layers.{layer}.experts.{expert}.w1", "ffn hidden -> 1 ffn hidden", (MappedBox("moe.gate_up"),)),
+    Rule("layers.{layer}.experts.{expert}.w3", "ffn hidden -> 1 ffn hidden", (MappedBox("moe.gate_up", (), (1,)),)),
+    Rule("layers.{layer}.experts.{expert}.w2", "ffn hidden -> hidden ffn", (MappedBox("moe.down"),)),
 )
 OF_ALL = (
     DENSE,
     Rule(
         "layers.{layer}.experts.w13",
         "three hidden (two ffn) -> three two ffn hidden",  # an axis as long as there are experts
-        (MappedBox("experts.gate_up"),),
+        (MappedBox("moe.gate_up"),),
     ),
-    Rule("layers.{layer}.experts.w2", "three hidden ffn -> three hidden ffn", (MappedBox("experts.down"),)),
+    Rule("layers.{layer}.experts.w2", "three hidden ffn -> three hidden ffn", (MappedBox("moe.down"),)),
 )
 
 
@@ -63,17 +70,17 @@ def logical_of_each(files: dict[str, Tensor]) -> dict[str, Tensor]:
     each = [[files[f"layers.1.experts.{expert}.{name}"] for name in ("w1", "w3", "w2")] for expert in range(EXPERTS)]
     return {
         "layers.0.mlp.down": files["layers.0.dense.w2"],
-        "layers.1.experts.gate_up": torch.stack([torch.stack([gate, up]) for gate, up, _ in each]),
-        "layers.1.experts.down": torch.stack([down.T for _, _, down in each]),
+        "layers.1.moe.gate_up": torch.stack([torch.stack([gate, up]) for gate, up, _ in each]),
+        "layers.1.moe.down": torch.stack([down.T for _, _, down in each]),
     }
 
 
 def files_of_all(logical: dict[str, Tensor]) -> dict[str, Tensor]:
-    gate_up = logical["layers.1.experts.gate_up"]
+    gate_up = logical["layers.1.moe.gate_up"]
     return {
         "layers.0.dense.w2": logical["layers.0.mlp.down"],
         "layers.1.experts.w13": gate_up.reshape(EXPERTS, 2 * FFN, HIDDEN).transpose(1, 2).contiguous(),
-        "layers.1.experts.w2": logical["layers.1.experts.down"],
+        "layers.1.experts.w2": logical["layers.1.moe.down"],
     }
 
 
@@ -156,7 +163,7 @@ def test_a_tensor_of_an_expert_that_is_missing_too_many_or_of_another_shape_is_n
 
 def test_experts_that_rules_leave_out_or_have_twice_are_refused() -> None:
     for rules in (OF_EACH[:-1], (*OF_EACH, OF_ALL[-1])):
-        with pytest.raises(CheckpointError, match=r"layers.1.experts.down \[3, 4, 6\] does not belong"):
+        with pytest.raises(CheckpointError, match=r"layers.1.moe.down \[3, 4, 6\] does not belong"):
             mapping(rules)
 
 

@@ -31,6 +31,7 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.mamba_families import BAMBA
 from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
@@ -123,11 +124,12 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     model = family.model(config)
     legacy = family.config(model)
     assert "rope_parameters" not in legacy
-    assert {"rope_theta", "rotary_emb_base"} & legacy.keys() or name.startswith("gpt2")
-    assert "rope_parameters" in config or name.startswith("gpt2")
+    assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
+    assert "rope_parameters" in config or name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -162,6 +164,18 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_attention_heads": 16, "num_key_value_heads": "gone"},
         {"kv_groups": 8},
     ),
+    "MiniMax-M2, which counts rotated channels": (
+        "minimax-m2",
+        {"rope_parameters": "gone", "rope_theta": 3.0, "rotary_dim": 4},
+        {"rotary_base": 3.0, "rotary_percent": 0.5},
+    ),
+    "gpt-oss, all but sizes by default": (
+        "gpt-oss",
+        dict.fromkeys(("rope_parameters", "layer_types", "sliding_window"), "gone")
+        | dict.fromkeys(("swiglu_limit", "num_experts_per_tok"), "gone"),
+        {"rotary_scaling_factor": 32.0, "rotary_base": 150_000.0, "window_size": "127,0", "moe_router_topk": 4}
+        | {"yarn_correction_range_round_to_int": False, "activation_func_clamp_value": 7.0},
+    ),
     "scaling beside its own parameters": (
         "llama",
         {"rope_theta": 99.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -181,7 +195,7 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 
 # ------------------------------------------------------------------------------------------------ experts
 
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2")
 
 
 @pytest.mark.wide
@@ -297,6 +311,8 @@ REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but only 0.0 is supported"),
     "two numbers of experts": ("qwen3-moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts and .* differ"),
     "no number of experts": ("mixtral", {"num_local_experts": "gone"}, "num_local_experts is missing"),
+    "one expert, whose weight is 1": ("minimax-m2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+    "clipped queries": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, but only None is supported"),
     "no layer with experts": ("qwen3-moe", {"decoder_sparse_step": 9}, "no layer has experts"),
     "no step": ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 or"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 9}, "--moe-router-topk 9 is more than"),
@@ -304,6 +320,7 @@ REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "weights that do not add up to 1": ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     "no layer with experts after the dense ones": ("glm4-moe", {"first_k_dense_replace": 4}, "is 4 for 4 layers"),
     "no shared experts": ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+    "more groups than there are": ("glm4-moe", {"n_group": 1, "topk_group": 2}, "topk_group is 2 of 1 group"),
     "groups that do not divide": ("glm4-moe", {"n_group": 3}, "--moe-router-num-groups 3"),
     "no number of prediction layers": ("glm4-moe", {"num_nextn_predict_layers": -1}, "is no number of layers"),
     "windows of Qwen 3": ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is"),
@@ -339,17 +356,36 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
+PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
+"""Layers of a model whose tensors are changed, if another than the second one shows more."""
+
+
 @pytest.mark.wide_except("gemma2")
 @pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
-        for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe")
+        for name in (
+            *(
+                "llama-linear",
+                "qwen3",
+                "gpt2",
+                "gpt-neox",
+                "gemma2",
+                "mixtral",
+                "qwen2-moe",
+                "glm4-moe",
+                "gpt-oss",
+                "minimax-m2",
+            ),
+            *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
+        )
     ],
 )
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    others = re.compile(rf"(layers|h)\.(?!{2 if name in ('qwen2-moe', 'glm4-moe') else 1}\.)\d")
+    others = re.compile(rf"(layers|h)\.(?!({PLACES.get(name, '1')})\.)\d")
     tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
@@ -397,6 +433,7 @@ PATTERNS = {
     "groups and their width": ("llama", "(groups width) hidden -> groups", "(width groups) hidden -> groups"),
     "the output's heads": ("qwen3", "hidden (heads width) -> hidden", "hidden (width heads) -> hidden"),
     "what stands together in GPT-2": ("gpt2", "(three heads width)", "(heads three width)"),
+    "gate and up of gpt-oss": ("gpt-oss", "(expert_ffn two)", "(two expert_ffn)"),
     "what stands together in GPT-NeoX": ("gpt-neox", "(heads three width)", "(three heads width)"),
 }
 
@@ -432,6 +469,19 @@ SAID = {
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
     "qwen2-moe": {"moe_router_pre_softmax": False},
+    "olmoe": {"moe_router_pre_softmax": False},
+    "minimax-m2": {"rotary_percent": 1.0, "moe_router_topk": 3},
+    "granite": {"embedding_multiplier": 9.0, "residual_multiplier": 0.3, "query_pre_attn_scalar": 8.0},
+    "granite-dense": {"logits_scaling": 4.0, "position_embedding_type": "rope"},
+    "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
+    "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
+    "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
+    "gpt-oss": {
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 0.0,
+        "window_size": "6,0",
+        "no_rope_freq": "2",
+    },
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 
@@ -692,8 +742,9 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
-    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
-        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.25"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.25))
+    assert choose(FAMILIES, replace(llama, rotary_percent=0.5))[0] is BAMBA  # without a Mamba-2 layer
     with pytest.raises(CheckpointError, match=r"the nearest is llama, except --rotary-interleaved True"):
         choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))

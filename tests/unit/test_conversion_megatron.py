@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,6 +60,10 @@ MODELS = {
         LLAMA, position_embedding_type="yarn", use_rope_scaling=False, rotary_scaling_factor=4.0, mscale=1.2,
         yarn_original_max_position_embeddings=8, add_bias_linear=True, num_query_groups=1, qk_layernorm=False,
     ),
+    "gated output": replace(LLAMA, attention_output_gate=True, add_qkv_bias=True, use_rope_scaling=False),
+    "some layers rotated": replace(LLAMA, no_rope_freq="[0,1,0]"),
+    "sinks": replace(LLAMA, softmax_type="learnable", qk_layernorm=False),
+    "off by one": replace(GPT2, softmax_type="off-by-one", attention_output_gate=True),
     "squared-relu": replace(
         GPT2, squared_relu=True, position_embedding_type="none", max_position_embeddings=None, qk_layernorm=True,
     ),
@@ -123,10 +128,12 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         yarn_original_max_position_embeddings mscale mscale_all_dim
         num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
-        moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()  # noqa: SIM905
+        moe_shared_expert_intermediate_size moe_shared_expert_gate attention_output_gate
+        softmax_type""".split()  # noqa: SIM905
     of_model = {name: getattr(model, name) for name in names}
     plain = not (model.exact_gelu or model.swiglu or model.squared_relu)
     layers = 1 if model.moe_layer_freq is None else [int(layer.feed_forward == "moe") for layer in model.layers]
+    of_model["no_rope_freq"] = [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq else None
     of_run = {"bias_gelu_fusion": plain, "seq_length": 32, "lr": 1e-3, "padding": object}
     return of_model | of_run | {"moe_layer_freq": layers, "moe_router_load_balancing_type": "aux_loss"}
 
@@ -332,3 +339,21 @@ def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
     assert f"{back / 'release'}: from megalite" in written.stdout, written
     files = [folder / "release" / "__0_0.distcp" for folder in (theirs, back)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_latent_experts_and_offsets_of_quantiles_go_there_and_back(tmp_path: Path) -> None:
+    """The wheel's Megatron-LM has neither; the names are those of its newer versions."""
+    model = replace(
+        EXPERTS["mixtral"], moe_latent_size=6, moe_router_score_function="sqrtsoftplus", moe_router_topk=3,
+        moe_router_load_balancing_type=("quantile_balancing",),
+    )  # fmt: skip
+    opened = random_model(model)
+    write(opened, tmp_path)
+    again = open_megatron(tmp_path)
+    assert function_of(again.config) == function_of(model)
+    found = read(again)
+    for name, values in read(opened).items():
+        assert torch.equal(found[name], values), name
+    (folder,) = (path.parent for path in tmp_path.glob("*/.metadata"))
+    names = {name.partition(".mlp.")[2] for name in FileSystemReader(folder).read_metadata().state_dict_metadata}
+    assert {"router.qb_beta", "fc1_latent_proj.weight", "fc2_latent_proj.weight"} <= names

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("megalite", "kernels", "tools", "pretrain_gpt.py", "tests", "benchmarks")
+PLACES = (
+    "megalite",
+    "kernels",
+    "tools",
+    "pretrain_gpt.py",
+    "pretrain_hybrid.py",
+    "pretrain_mamba.py",
+    "tests",
+    "benchmarks",
+)
 RIDDLE = re.compile(
     r'^\s*[rR]?"""(What|Of|Whether|Where|How|That|Which|The one that|As|Like|By|For|From|Is|And|Not|None'
     r"|Those|Within|Under|When|Why|Raises|With)\b.*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
 from megalite.config.layer_specs import LayerSpec
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
 from megalite.tasks.flops import flops_per_token, peak_flops
 
 
@@ -52,6 +57,11 @@ def test_every_gate_is_a_third_matrix() -> None:
         flops_per_token(model(swiglu=kind == "swiglu", geglu=kind == "geglu"), 40, 10) for kind in ("swiglu", "geglu")
     ]
     assert gates[0] == gates[1] > flops_per_token(model(swiglu=False), 40, 10)
+
+
+def test_a_gate_of_attentions_output_is_a_matrix_as_that_of_queries() -> None:
+    gated, plain = (flops_per_token(model(attention_output_gate=on), 40, 10) for on in (True, False))
+    assert gated - plain == 3 * 2 * 2 * (16 * 32)
 
 
 def test_a_window_leaves_what_it_lets_tokens_see() -> None:
@@ -117,3 +127,65 @@ def test_of_the_experts_only_those_that_a_token_uses_count() -> None:
     }
     more = flops_per_token(model(**experts), 40, 10) - flops_per_token(model(), 40, 10)
     assert more == 3 * 2 * 16 * (3 * (2 * 10 + 6) + 8 + 1 - 3 * 24)
+    latent = flops_per_token(model(**experts, moe_latent_size=4), 40, 10) - flops_per_token(model(**experts), 40, 10)
+    assert latent == 3 * 2 * (3 * 2 * 10 * (4 - 16) + 2 * 4 * 16)
+
+
+def _solved(system: list[int], right: list[int], *_: Any, **__: Any) -> int:
+    """Return the operations of the solution of triangles: a product with half of each."""
+    return math.prod(right) * system[-1]
+
+
+def _added(total: list[int], left: list[int], right: list[int], **_: Any) -> int:
+    """Return the operations of products that are added to something."""
+    return 2 * math.prod(left) * right[-1]
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+@pytest.mark.parametrize("letter", ["M", "G"])
+def test_recurrent_layers_are_what_torch_counts_for_their_products(letter: str, chunk: int) -> None:
+    """The reference computes all pairs of a chunk, of which half count. Of a triangle's solution it computes half."""
+    sizes: dict[str, Any] = {
+        "mamba_state_dim": 10, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_chunk_size": chunk,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 12,
+        "linear_value_head_dim": 4, "linear_chunk_size": chunk,
+    }  # fmt: skip
+    pattern = ModelConfig(
+        1, 16, 4, hybrid_layer_pattern=letter, vocab_size=128, position_embedding_type="none", **sizes
+    )
+    batch, sequence = 3, 64
+    tokens, positions = (torch.zeros(batch, sequence, dtype=torch.int64) for _ in range(2))
+    network = GPT(pattern, ParallelMesh())
+    operators = torch.ops.aten
+    more = {operators.linalg_solve_triangular: _solved, operators.baddbmm_: _added}
+    with FlopCounterMode(display=False, custom_mapping=more) as counter, torch.no_grad():
+        network({}, MicroBatch(tokens, positions, None, None, None, RandomKey(0, (0, 1, 2))))
+    if letter == "M":  # 8 heads
+        pairs, convolved = 2 * 10 + 8 * 4, 8 * 4 + 2 * 2 * 10
+        solution, states, weights = 0, 2 * 8 * 4 * 10, 16 * (3 * 32 + 2 * 20 + 8)
+    else:
+        pairs, convolved = 2 * 2 * 12 + 6 * 4, 2 * 2 * 12 + 6 * 4
+        solution, states, weights = 6 * (12 + 4), 3 * 6 * 12 * 4, 16 * (2 * 24 + 3 * 24 + 2 * 6)
+    logits = 16 * 128
+    computed = weights + chunk * pairs + chunk // 2 * solution + states + logits
+    assert counter.get_total_flops() == 2 * batch * sequence * computed
+    counted = weights + chunk // 2 * (pairs + solution) + states + logits + 4 * convolved
+    assert flops_per_token(pattern, 128, sequence) == 3 * 2 * counted
+
+
+def test_a_chunk_is_no_longer_than_the_sequence() -> None:
+    """Recurrent layers take as many operations for a token of any sequence of several chunks."""
+    long, longer, short = (
+        flops_per_token(ModelConfig(1, 1024, 4, hybrid_layer_pattern="M", mamba_chunk_size=16), 40, length)
+        for length in (64, 4096, 8)
+    )
+    assert long == longer > short
+
+
+def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:
+    kinds = {"hybrid_layer_pattern": "LK", "kda_num_heads": 3, "kda_head_dim": 8, "kda_chunk_size": 4}
+    per_token = flops_per_token(model(**kinds), 40, 10)
+    convolution = 4 * 16 * 16 + (3 + 2) * 16
+    matrices = 16 * (4 * 24 + 2 * 8 + 3) + 2 * 8 * 24
+    kimi = matrices + 4 * 3 * 24 + 5 * 2 * 24 + 3 * 24 * 8  # a token meets half a chunk, 2 tokens
+    assert per_token == 3 * 2 * (convolution + kimi + 16 * 40)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from megalite.config import megatron_flags, parse_arguments, resolve
 from megalite.errors import ConfigurationError
 
 COMMANDS = json.loads((Path(__file__).parents[1] / "megatron_commands" / "commands.json").read_text())
+FATES_OF_LAYERS = tomllib.loads((Path(__file__).parents[1] / "megatron_commands" / "layers.toml").read_text())
 LACKING = (
     *("latent-attention", "multi-token", "linear-attention", "architecture", "transformer-engine", "mup"),
-    *("offload", "recompute", "weight-decay", "experts"),
+    *("offload", "recompute", "experts"),
 )
 """Capabilities that some commands use and megalite lacks, by their names in megatron_flags.toml."""
 REFUSED_THERE_TOO = (
@@ -60,6 +62,8 @@ def names_a_lack(line: str) -> bool:
 
 def test_every_refusal_is_megatrons_or_names_what_is_missing(refusals: dict[str, str]) -> None:
     for flags, problem in refusals.items():
+        if "--hybrid-" in flags:  # FATES_OF_LAYERS has each one's
+            continue
         for line in problem.splitlines():
             shared = line.startswith(REFUSED_THERE_TOO) and "--train-iters" in flags
             assert shared or names_a_lack(line), f"{line}\n{flags}"
@@ -74,6 +78,8 @@ def test_most_commands_are_taken(refusals: dict[str, str]) -> None:
         if problem.startswith(REFUSED_THERE_TOO):
             continue
         of_a_test = "test_cases/gpt/" in command["sources"][0] and "--num-experts" not in command["flags"]
+        if "--hybrid-" in command["flags"]:  # FATES_OF_LAYERS has each one's
+            continue
         kind = "dense tests" if of_a_test else "experts" if "--num-experts" in command["flags"] else "examples"
         total[kind] += len(command["sources"])
         taken[kind] += len(command["sources"]) * (not problem)
@@ -82,3 +88,24 @@ def test_most_commands_are_taken(refusals: dict[str, str]) -> None:
     assert shares["dense tests"] >= 0.95, (taken, total)
     assert shares["examples"] >= 0.75, (taken, total)
     assert shares["experts"] >= 0.70, (taken, total)
+
+
+def test_each_test_of_other_layers_has_the_fate_that_is_told(refusals: dict[str, str]) -> None:
+    """Tests of patterns, gated delta nets, latent attention and prediction: run, refused by a flag, or no training."""
+    problems = {
+        source.split("test_cases/")[1].removesuffix("/model_config.yaml"): refusals[command["flags"]]
+        for command in COMMANDS
+        for source in command["sources"]
+        if "test_cases/" in source
+    }
+    told = FATES_OF_LAYERS["run"].split()
+    assert {name: problems[name] for name in told} == dict.fromkeys(told, "")
+    for flag, names in FATES_OF_LAYERS["refused"].items():
+        for name in names.split():
+            assert any(
+                line.partition(f"--{flag}")[0] in ("", "unknown flag ") for line in problems[name].splitlines()
+            ), name
+        told += names.split()
+    others = [name for names in FATES_OF_LAYERS["other"].values() for name in names.split()]
+    assert not problems.keys() & set(others)
+    assert len({*told, *others}) == len(told) + len(others) == 43

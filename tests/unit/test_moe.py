@@ -46,16 +46,24 @@ class Case:
     padding: bool = False
     router: float | None = None  # replaces all weights of the router
     bias: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
     replayed: bool = False
 
 
 SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid"}
+ROOTS: dict[str, Any] = {"moe_router_score_function": "sqrtsoftplus"}
 SINKHORN: dict[str, Any] = {"moe_router_load_balancing_type": ("sinkhorn",)}
 CASES = {
     "softmax of the chosen": Case(),
     "softmax of all": Case({"moe_router_pre_softmax": True}, Experts(2, "pre_softmax")),
     "sigmoid": Case(SIGMOID, Experts(2, "sigmoid")),
     "sigmoid of one": Case(SIGMOID | {"moe_router_topk": 1}, Experts(1, "sigmoid")),
+    "roots of softplus": Case(ROOTS, Experts(2, "sqrtsoftplus", losses={"seq_aux_loss": 0.3})),
+    "roots of softplus, biased": Case(
+        ROOTS | {"moe_router_enable_expert_bias": True, "moe_router_topk": 1},
+        Experts(1, "sqrtsoftplus", bias_rate=1e-3),
+        bias=(0, 0.5, 0, 0.2),
+    ),
     "scaled": Case({"moe_router_topk_scaling_factor": 2.5}, Experts(2, scaling=2.5)),
     "all experts": Case({"moe_router_topk": 4}, Experts(4)),
     "groups": Case(
@@ -98,6 +106,10 @@ CASES = {
     ),
     "shared experts": Case({"moe_shared_expert_intermediate_size": 12}),
     "gated shared experts": Case({"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True}),
+    "latent width": Case({"moe_latent_size": 5, "moe_shared_expert_intermediate_size": 12}),
+    "latent width, with biases": Case(
+        {"moe_latent_size": 5, "add_bias_linear": True, "swiglu": False}, activation="gelu"
+    ),
     "loss per micro-batch": Case({}, Experts(2, losses={"aux_loss": 0.3}), padding=True),
     "loss per sequence": Case({}, Experts(2, losses={"seq_aux_loss": 0.3}), padding=True),
     "loss over steps": Case({}, Experts(2, losses={"global_aux_loss": 0.3}), padding=True),
@@ -115,6 +127,12 @@ CASES = {
         Experts(2, "pre_softmax", evened_samples=BATCH),
         padding=True,
         replayed=True,
+    ),
+    "even by offsets": Case(
+        {"moe_router_load_balancing_type": ("quantile_balancing",)},
+        Experts(2, quantile_ema=0.0),
+        padding=True,
+        offset=(0.5, -0.5, 0.25, -0.25),
     ),
     "wide logits": Case({"moe_router_dtype": "fp64"}),
     "replayed": Case(
@@ -164,6 +182,8 @@ def layer_of(case: Case) -> MoE:
             layer.router.weight.fill_(case.router)
         if layer.router.expert_bias is not None:
             layer.router.expert_bias.values.copy_(torch.tensor(case.bias))
+        if layer.router.quantile_offset is not None:
+            layer.router.quantile_offset.values.copy_(torch.tensor(case.offset))
     return layer
 
 
@@ -206,6 +226,7 @@ def computed_by_oracle(case: Case, weights: dict[str, Tensor], hidden: Tensor) -
         {LAYER: torch.tensor(case.bias)} if case.bias else {},
         padding_of(case),
         replayed={LAYER: replayed} if replayed is not None else {},
+        offsets={LAYER: torch.tensor(case.offset, dtype=torch.float64)} if case.offset else {},
     )
     output = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, hidden, routing)
     return output, routing.records[LAYER]
@@ -234,7 +255,11 @@ def test_a_layer_is_the_oracles(name: str) -> None:
         wanted = weights[piece.tensor.name].grad
         wanted = torch.zeros_like(weights[piece.tensor.name]) if wanted is None else wanted
         torch.testing.assert_close(piece.view(parameter.grad), wanted, rtol=1e-11, atol=1e-12)
-    assert layer.router.tally.own.tolist() == counts(record)
+    assert layer.router.tally.own[: 2 * EXPERTS + 1].tolist() == counts(record)
+    if layer.router.quantile_offset is not None:
+        offset = layer.router.quantile_offset.values.clone()
+        end_step([layer.router.tally])
+        assert_bits_equal(layer.router.quantile_offset.values, case.experts.next_offset(offset, record), "offset")
 
 
 def counts(record: Record) -> list[int]:

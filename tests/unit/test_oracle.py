@@ -16,6 +16,7 @@ from torch import Tensor
 import tests.dropout_rule
 import tests.experts_oracle
 import tests.oracle
+import tests.rotary_oracle
 from tests.oracle import Oracle, loss_sum_and_count
 
 HEADS, HEAD_DIM, HIDDEN, FFN, VOCABULARY, POSITIONS, LAYERS = 4, 6, 24, 20, 11, 16, 2
@@ -80,6 +81,7 @@ def test_it_is_short_and_imports_torch_alone() -> None:
     assert imported(tests.dropout_rule) == {"__future__", "collections", "dataclasses", "functools", "torch"}
     experts = {"__future__", "collections", "dataclasses", "math", "torch"}
     assert imported(tests.experts_oracle) == experts
+    assert imported(tests.rotary_oracle) == {"__future__", "dataclasses", "math", "torch"}
     assert len(Path(tests.oracle.__file__).read_text().splitlines()) <= 300
 
 

@@ -45,6 +45,8 @@ LLAMA = replace(
 )  # fmt: skip
 WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
 """Number of tokens that a token sees in each layer, by the two flags."""
+UNROTATED = {None: (), "2": (1,), "[1,0]": (0,)}
+"""Layers without rotary positions, by the flag."""
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
@@ -104,11 +106,35 @@ CONFIGS = {
     ),
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "llama, one layer without positions": replace(LLAMA, no_rope_freq="2"),
+    "llama, no positions in windows": replace(
+        LLAMA, window_size="3,0", window_rotary_base=500.0, no_rope_freq="[1,0]", position_embedding_type="rope"
+    ),
+    "llama, quick geglu": replace(LLAMA, swiglu=False, quick_geglu=True, add_bias_linear=True),
+    "gpt-oss's activation": replace(
+        LLAMA, swiglu=False, quick_geglu=True, glu_linear_offset=1.0, activation_func_clamp_value=0.5
+    ),
+    "llama, clamped": replace(LLAMA, activation_func_clamp_value=0.5),
+    "gpt2, geglu with an offset": replace(GPT2, geglu=True, glu_linear_offset=0.25),
+    "llama, norms over all heads": replace(
+        LLAMA, qk_layernorm=True, qk_layernorm_over_heads=True, group_query_attention=True, num_query_groups=2
+    ),
+    "gpt2, sinks": replace(GPT2, softmax_type="learnable"),
+    "gpt2, off by one": replace(GPT2, softmax_type="off-by-one"),
+    "gemma, sinks": replace(GEMMA, softmax_type="learnable"),
+    "gpt2, gated output": replace(GPT2, attention_output_gate=True),
+    "llama, groups and a gated output": replace(
+        LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True, attention_output_gate=True
+    ),
     "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
     "gpt2, geglu": replace(GPT2, geglu=True),
     "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
     "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
     "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
+    "gpt2, multipliers": replace(
+        GPT2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.5, final_logit_softcapping=1.5
+    ),
+    "gpt-neox, multipliers": replace(NEOX, residual_multiplier=0.4, scale_embeddings=True, embedding_multiplier=2.0),
     "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
     "gpt2, windows": replace(GPT2, window_size="3,0"),
     "llama, one window": replace(LLAMA, window_size="0,0", window_attn_skip_freq="[0,1]"),
@@ -149,6 +175,8 @@ def weights(made: GPT) -> dict[str, Tensor]:
 
 
 def activation(config: ModelConfig) -> str:
+    if config.quick_geglu:
+        return "quick_geglu"
     if config.geglu:
         return "exact_geglu" if config.exact_gelu else "geglu"
     return next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu")
@@ -160,8 +188,15 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=activation(config),
+        glu_offset=config.glu_linear_offset,
+        glu_limit=config.activation_func_clamp_value or math.inf,
+        off_by_one=config.softmax_type == "off-by-one",
+        unrotated=UNROTATED[config.no_rope_freq],
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
-        embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
+        embedding_scale=(math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0)
+        * config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_divisor=config.logits_scaling,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
         score_cap=config.attn_logit_softcapping or math.inf,
         logit_cap=config.final_logit_softcapping or math.inf,
@@ -339,6 +374,13 @@ def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
     scale = torch.tensor(math.sqrt(12), dtype=torch.bfloat16)
     assert scale.item() != math.sqrt(12)
     assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key, batch.layout.runs), words * scale)
+
+
+def test_branches_of_parts_of_the_sequence_are_multiplied() -> None:
+    config = CONFIGS["gpt2, multipliers"]
+    whole, in_parts = network(config), network(config, recompute=Recompute(mlp_parts=3))
+    batch = micro_batch(documents=False)
+    torch.testing.assert_close(loss_of(in_parts, batch), loss_of(whole, batch), rtol=1e-12, atol=0)
 
 
 def test_recompute_spans() -> None:

@@ -35,8 +35,9 @@ def test_an_operator_that_draws_its_own_masks_is_named() -> None:
         (MODEL, CPU, torch.bfloat16),
         (MODEL, GPU, torch.float64),
         (replace(MODEL, attn_logit_softcapping=2.0), GPU, torch.float32),
+        (replace(MODEL, softmax_type="learnable"), GPU, torch.bfloat16),
     ],
-    ids=["without dropout", "on a CPU", "float64", "capped scores"],
+    ids=["without dropout", "on a CPU", "float64", "capped scores", "sinks"],
 )
 def test_what_follows_the_rule_is_not(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     assert masks_of_an_operator(model, device, dtype) == {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megalite.config import RunConfig
-from megalite.config.command_line import flag_groups
+from megalite.config.command_line import flag_groups, words_of
 from megalite.config.fields import flag_of
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG
 from megalite.config.megatron_flags import tables
 from megalite.process.names import as_installed, has_commands
 from megalite.process.output import shell_word
@@ -30,20 +32,26 @@ _REQUIRED = "micro_batch_size"
 
 
 def without_layout(argv: Sequence[str]) -> list[str]:
-    """Return the flags of a run without those that a layout sets."""
+    """Return the flags of a run without those that a layout sets, also without stages in a pattern."""
     chosen = {flag_of(name)[2:] for names in _CHOSEN.values() for name in names.split()}
     aliases, shorthands = tables()["aliases"], tables()["shorthands"]
     rest: list[str] = []
     for flag, values in flag_groups(argv):
         meant = aliases.get(flag, flag)
         first = next(iter(re.findall(r"--([\w-]+)", shorthands.get(flag, ""))), meant)
+        if flag_of(meant) == PATTERN_FLAG:
+            values = [value.replace(NEXT_STAGE, "") for value in values]
         if first.removeprefix("no-") not in chosen:
-            rest += [f"--{flag}", *values]
+            rest += words_of(flag, values)
     return rest
 
 
 def layout_flags(config: RunConfig, base: RunConfig) -> Iterator[list[str]]:
     """Yield each flag, with its values, that a run needs to have the layout of `config` in place of that of `base`."""
+    layout, pattern = config.parallel.pipeline_model_parallel_layout, config.model.hybrid_layer_pattern
+    if pattern is not None and base.parallel.pipeline_model_parallel_layout not in (None, layout):
+        yield words_of(PATTERN_FLAG[2:], [pattern])  # in place of one with stages, in a file
+        base = replace(base, parallel=replace(base.parallel, pipeline_model_parallel_layout=None))
     for section, names in _CHOSEN.items():
         for name in names.split():
             value = getattr(getattr(config, section), name)
@@ -57,7 +65,7 @@ def layout_flags(config: RunConfig, base: RunConfig) -> Iterator[list[str]]:
 
 def commands(argv: Sequence[str], nodes: int, per_node: int) -> Iterator[str]:
     """Yield the command that starts a run, by torchrun and by SLURM."""
-    flags = " \\\n    ".join(" ".join(map(shell_word, [f"--{flag}", *values])) for flag, values in flag_groups(argv))
+    flags = " \\\n    ".join(" ".join(map(shell_word, words_of(flag, values))) for flag, values in flag_groups(argv))
     place = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT"
     run = as_installed(f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py")
     yield f"{_OWN_STORE} {run} \\\n    {flags}"

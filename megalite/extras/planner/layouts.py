@@ -9,7 +9,7 @@ from itertools import product
 from math import gcd
 from typing import Any, Literal
 
-from megalite.config import RunConfig
+from megalite.config import ModelConfig, RunConfig
 from megalite.config.parallel import STRATEGIES, ParallelConfig, ScheduleName
 from megalite.config.pipeline_layout import schedule_name, virtual_stages
 from megalite.config.validate_model import uneven_widths, with_router_weights
@@ -139,6 +139,11 @@ def has_uneven_stages(config: RunConfig) -> bool:
     parallel = config.parallel
     given = {name: value for name, value in _EVEN_STAGES.items() if name.startswith(("pipeline", "decoder", "account"))}
     return any(getattr(parallel, name) != value for name, value in given.items())
+
+
+def is_even(model: ModelConfig, stages: int) -> bool:
+    """Tell whether equal numbers of layers are about equal work: not those with halves of different kinds."""
+    return model.num_layers % stages == 0 and len({layer.kinds for layer in model.layers}) == 1
 
 
 def _layout_of(config: RunConfig) -> Layout | None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import RunConfig
+from megalite.config.layer_costs import LAYER_COSTS
 from megalite.config.layer_specs import LayerSpec
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.layouts import Layout
@@ -19,6 +20,8 @@ from megalite.extras.planner.memory import Element
 from megalite.extras.planner.records import Operation
 
 _LARGEST_FACTOR = 64
+_ALIGNED = 64
+"""Multiple of columns in which no product is faster than in fewer of them."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,16 @@ class LowerBounds:
     def _weights(self) -> tuple[float, float]:
         """Return the elements of all layers that every rank has a part of, and those of experts."""
         model = self.config.model
-        attention = 2 * model.hidden_size * model.head_dim * (model.num_attention_heads + model.kv_groups)
         dense = experts = 0.0
         for spec in self._layers:
-            width = model.ffn_size
+            if spec.mixer is not None:
+                dense += LAYER_COSTS[spec.mixer].weights(model)
             if spec.feed_forward == "moe":
-                experts += self._matrices * model.expert_ffn_size * (model.num_experts or 0)
-                width = model.moe_shared_expert_intermediate_size or 0
-            dense += attention + self._matrices * width
+                matrices = model.activation.matrices * model.expert_hidden_size
+                experts += matrices * model.expert_ffn_size * (model.num_experts or 0)
+                dense += self._matrices * (model.moe_shared_expert_intermediate_size or 0)
+            elif spec.feed_forward is not None:
+                dense += self._matrices * model.ffn_size
         return dense, experts
 
     def _kept(self, layout: Layout) -> float:
@@ -138,17 +143,19 @@ class LowerBounds:
         tokens = layout.micro_batch * self._length / layout.context
         hidden = tokens * self._hidden / (layout.tensor if layout.sequence else 1)
         if layout.recompute == "full":
-            return hidden
-        return 2 * hidden + tokens * self._split / layout.tensor
+            return hidden * len(self._layers)
+        return hidden * sum(len(spec.kinds) for spec in self._layers) + tokens * self._split / layout.tensor
 
     def _widths(self) -> tuple[float, float]:
-        """Return the bytes per token that all layers keep at least: inputs of layers, and of their other products."""
+        """Return the bytes per token of hidden states, and of the inputs and outputs of products that all layers keep
+        at least beside them."""
         model, split = self.config.model, 0
         for spec in self._layers:
-            split += 2 * model.head_dim * (model.num_attention_heads + model.kv_groups)
+            if spec.mixer is not None:
+                split += LAYER_COSTS[spec.mixer].weights(model) // model.hidden_size
             kept = spec.feed_forward == "dense" and self.config.training.mlp_chunks_for_training == 1
             split += model.ffn_size * (model.activation.matrices - 1) * kept
-        return len(self._layers) * model.hidden_size * self._itemsize, split * self._itemsize
+        return model.hidden_size * self._itemsize, split * self._itemsize
 
     # -------------------------------------------------------------------------------------------- time
 
@@ -183,8 +190,8 @@ class LowerBounds:
         for spec in set(self._layers):
             count = self._layers.count(spec)
             once, again = self._layer(spec, layout, tokens)
-            dense = spec.feed_forward == "dense"
-            messages = 2 * message if dense else message + self._dispatch(layout, tokens)
+            of_halves = [self._dispatch(layout, tokens) if kind == "moe" else message for kind in spec.kinds]
+            messages = sum(of_halves)
             forward, backward = forward + count * (once + messages), backward + count * (again + messages)
         rows = model.padded_vocab_size(tensor) // tensor
         head = 3 * self.prices.product((1, tokens, rows, model.hidden_size), dtype)
@@ -194,15 +201,23 @@ class LowerBounds:
         """Return the seconds of a layer's kernels, forward and backward."""
         model, tensor, matrices = self.config.model, layout.tensor, self.config.model.activation.matrices
         dtype = self.prices.stack.low_precision or self.config.training.dtype
-        hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim // tensor
-        groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
-        rows, width, local = tokens, model.ffn_size // tensor, 1
-        if spec.feed_forward == "moe":
-            local = (model.num_experts or 1) // layout.expert
-            rows = tokens * model.moe_router_topk // tensor * layout.expert_tensor
-            width = model.expert_ffn_size // layout.expert_tensor
-        shapes = [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
-        shapes += [(local, rows, (matrices - 1) * width, hidden), (local, rows, hidden, width)]
+        hidden, activated = model.hidden_size, 0
+        shapes: list[tuple[int, int, int, int]] = []
+        if spec.mixer == "attention":
+            heads = model.num_attention_heads * model.head_dim // tensor
+            groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
+            shapes += [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
+        elif spec.mixer is not None:  # all products of other mixers are taken for one, without the recurrence
+            columns = LAYER_COSTS[spec.mixer].weights(model) // (hidden * tensor)
+            shapes.append((1, tokens, max(columns // _ALIGNED * _ALIGNED, 1), hidden))
+        if spec.feed_forward is not None:
+            rows, width, local, inner_hidden = tokens, model.ffn_size // tensor, 1, hidden
+            if spec.feed_forward == "moe":
+                local = (model.num_experts or 1) // layout.expert
+                rows = tokens * model.moe_router_topk // tensor * layout.expert_tensor
+                width, inner_hidden = model.expert_ffn_size // layout.expert_tensor, model.expert_hidden_size
+            shapes += [(local, rows, (matrices - 1) * width, inner_hidden), (local, rows, inner_hidden, width)]
+            activated = matrices * rows * width
         forward = backward = 0.0
         for batch, count, columns, inner in shapes:
             weights = batch * columns * inner
@@ -210,15 +225,15 @@ class LowerBounds:
             forward += max(self.prices.product((1, count, columns, inner), dtype), reading)
             backward += max(self.prices.product((1, count, inner, columns), dtype), reading)
             backward += max(self.prices.product((1, columns, inner, count), dtype), adding)
-        if spec.keys_before is None:
+        if spec.mixer == "attention" and spec.keys_before is None:
             shape = layout.micro_batch * model.num_attention_heads // tensor, self._length // layout.context
             scores = shape[0] * shape[1] * self._length * model.head_dim
             for name, halves in (("attention", 2), ("attention_backward", 5)):
                 kernel = Operation(name, "attention", (*shape, self._length, model.head_dim), halves * scores, 0, dtype)
                 seconds = self.prices.operation(kernel).attention
                 forward, backward = (forward + seconds, backward) if halves == 2 else (forward, backward + seconds)
-        norms = 4 * tokens * hidden // (tensor if layout.sequence else 1)
-        elements = self.prices.moved(self._itemsize * (norms + matrices * rows * width))
+        norms = 2 * len(spec.kinds) * tokens * hidden // (tensor if layout.sequence else 1)
+        elements = self.prices.moved(self._itemsize * (norms + activated))
         return forward + elements, backward + elements
 
     def _message(self, layout: Layout, tokens: int) -> float:
@@ -230,7 +245,7 @@ class LowerBounds:
     def _dispatch(self, layout: Layout, tokens: int) -> float:
         """Return the seconds in which tokens go to the ranks of their experts, and back."""
         model, tensor = self.config.model, layout.tensor
-        size = tokens // tensor * model.moe_router_topk * model.hidden_size * self._itemsize
+        size = tokens // tensor * model.moe_router_topk * model.expert_hidden_size * self._itemsize
         step = max(tensor, layout.expert_tensor)
         ranks = range(0, layout.expert * step, step) if step == layout.expert_tensor else range(layout.expert)
         seconds = self.prices.collective("all-to-all", ranks, size, model.moe_router_topk)

@@ -75,7 +75,7 @@ def _of_seconds(path: Path, found: Mapping[str, Any], model: ModelConfig, parall
     if not isinstance(seconds, list) or not seconds or not all(type(each) in (int, float) for each in seconds):
         raise ConfigurationError(f"{_FLAG}{path}: seconds is {shown(seconds)}: give a number for each pipeline rank")
     try:
-        layers = layers_of_letters(layout, model.num_layers)
+        layers = layers_of_letters(layout, model)
     except ConfigurationError as error:
         raise ConfigurationError(f"{_FLAG}{path}: its layout is not one of this network: {error}") from None
     if len(layers) % len(seconds):

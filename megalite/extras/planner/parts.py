@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.layer_specs import PATTERN_FLAG
+from megalite.config.layer_specs import pattern_of
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.errors import ConfigurationError
 from megalite.extras.planner.dry_run import META, dry_micro_batch
 from megalite.extras.planner.recording import Recorder
 from megalite.extras.planner.records import PartRecord, Update, Work
@@ -26,7 +25,6 @@ from megalite.optim.layout import unique_parameters
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.small_files import shown
 from megalite.torch_internals import run_backward
 from megalite.training import builder
 
@@ -44,15 +42,6 @@ class Parts:
     """The final norm, the output layer and the loss."""
 
 
-def refuse_pattern(model: ModelConfig) -> None:
-    """Raise ConfigurationError for a network with a pattern: records and bounds are of whole blocks."""
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        raise ConfigurationError(
-            f"{PATTERN_FLAG} {shown(pattern)}: the planner knows only blocks of attention and a feed-forward layer; "
-            "--dry-run measures one layout of a pattern"
-        )
-
-
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
@@ -65,7 +54,6 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     Raises:
         MegaliteError: the layout cannot divide the network.
     """
-    refuse_pattern(config.model)
     parallel = replace(
         ParallelConfig(),
         tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
@@ -77,33 +65,25 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         sequence_parallel=config.parallel.sequence_parallel,
     )
     on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
-    config = replace(config, parallel=parallel, offload=on_device)
+    specs, model = config.model.layers, _each_kind_twice(config.model)
+    config = replace(config, model=model, parallel=parallel, offload=on_device)
     sizes = parallel.mesh_sizes
     dense = sizes["tensor_parallel_size"] * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
     mesh = UnconnectedMesh(rank=0, world_size=math.lcm(dense, experts), device=META, **sizes)
-    specs, last = config.model.layers, config.model.num_layers
-    examples = {spec: index for index, spec in reversed(list(enumerate(specs))) if index or len(set(specs)) > 1}
-    examples = {spec: examples.get(spec, 0) for spec in specs}
     of_kinds, stage = {}, PartRecord(Work(), Work(), 0, 0, 0, 0)
 
     def record(layers: StageLayers) -> PartRecord:
         found = _record(config, mesh, layers)
         return found if alike is not None else replace(found, update=_update(config, layers))
 
-    for spec, index in examples.items():
-        one = record(StageLayers(max(index - 1, 0), 1, embedding=False, loss=False))
-        if index:  # the second layer of a stage is like those after it
-            two = record(StageLayers(index - 1, 2, embedding=False, loss=False))
-            of_kinds[spec] = replace(
-                _difference(two, one), forward_peak=one.forward_peak, backward_peak=one.backward_peak
-            )
-            if specs[index - 1] == spec:
-                stage = _difference(one, of_kinds[spec])
-        else:
-            of_kinds[spec] = one
+    for index in reversed(range(0, model.num_layers, 2)):  # the second layer of a stage is like those after it
+        one = record(StageLayers(index, 1, embedding=False, loss=False))
+        two = record(StageLayers(index, 2, embedding=False, loss=False))
+        layer = replace(_difference(two, one), forward_peak=one.forward_peak, backward_peak=one.backward_peak)
+        of_kinds[model.layers[index]], stage = layer, _difference(one, layer)
     embedding = record(StageLayers(0, 0, embedding=True, loss=False))
-    head = record(StageLayers(last, 0, embedding=False, loss=True))
+    head = record(StageLayers(model.num_layers, 0, embedding=False, loss=True))
     if alike is None:  # what an update does once for all of a stage is in the record of the stage
         embedding, head = (replace(each, update=each.update - stage.update) for each in (embedding, head))
     else:
@@ -113,6 +93,25 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         )
         of_kinds = {spec: replace(of_kinds[spec], update=alike.layers[specs.index(spec)].update) for spec in of_kinds}
     return Parts(stage, embedding, tuple(of_kinds[spec] for spec in specs), head)
+
+
+def _each_kind_twice(model: ModelConfig) -> ModelConfig:
+    """Return the network whose layers are one of each kind that there are, and another one after each."""
+    layers = [spec for spec in dict.fromkeys(model.layers) for _ in range(2)]
+    with_experts = [int(spec.feed_forward == "moe") for spec in layers]
+    windowed = [int(spec.keys_before is not None) for spec in layers]
+    unrotated = [int(not spec.rotary) for spec in layers]
+    linear = [int(spec.mixer != "attention") for spec in layers]
+    patterned = model.hybrid_layer_pattern is not None
+    return replace(
+        model,
+        num_layers=len(layers),
+        hybrid_layer_pattern=pattern_of(layers) if patterned else None,
+        moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
+        window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
+        linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
+    )
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:

@@ -15,10 +15,10 @@ from megalite.errors import MegaliteError
 from megalite.extras.planner.cluster import Cluster, Stack, find_stack
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
-from megalite.extras.planner.layouts import Layout, has_uneven_stages, to_search
+from megalite.extras.planner.layouts import Layout, has_uneven_stages, is_even, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.extras.planner.part_costs import priced
-from megalite.extras.planner.parts import Parts, part_records, refuse_pattern
+from megalite.extras.planner.parts import Parts, part_records
 from megalite.extras.planner.records import PartRecord
 from megalite.extras.planner.stage_layout import balanced
 from megalite.extras.planner.step import Step, StepTime
@@ -30,8 +30,6 @@ from megalite.training.data import known_vocabulary
 from megalite.training.kernels import require_equal_dropout
 
 GIB = 2**30
-_RECORDED_LAYERS = 3
-"""Layers that the record of a middle one needs."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ class Planner:
     """Planner of the layouts of a run on a cluster. `config` is the run as its flags have it, with its vocabulary."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
-        refuse_pattern(config.model)
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
         self.prices = Prices(cluster, stack or find_stack(Stack.name))
@@ -140,12 +137,13 @@ class Planner:
     def on(self, layout: Layout, base: RunConfig | None = None) -> RunConfig:
         """Return a run, that of the planner or another one, with a layout.
 
-        Its stages are balanced if the layers cannot be divided evenly, and the flags do not say how to divide them.
+        Its stages are balanced if the layers cannot be divided evenly, or are of different kinds, and the flags do not
+        say how to divide them.
         """
         base = base or self.config
         config = layout.on(base)
         count = layout.pipeline * layout.chunks
-        uneven = config.model.num_layers % count and not has_uneven_stages(config)
+        uneven = count > 1 and not is_even(config.model, count) and not has_uneven_stages(config)
         parts = self.parts(config) if uneven else None
         if parts is None:
             return config
@@ -167,7 +165,7 @@ class Planner:
         The layers are taken to be divided evenly. More context-parallel ranks need no less, with as many tokens each.
         """
         config, known = layout.on(self.config), layout.with_fewest_ranks()
-        if config.model.num_layers % (layout.pipeline * layout.chunks):
+        if not is_even(config.model, layout.pipeline * layout.chunks):
             return None
         parts = self._known(known)
         if parts is None:
@@ -195,7 +193,8 @@ class Planner:
         parallel, training, step = plan.config.parallel, plan.config.training, self.step(plan.config)
         assert step is not None
         samples = step.filling * training.micro_batch_size * parallel.data_parallel_size(plan.gpus)
-        config = replace(plan.config, training=replace(training, global_batch_size=samples), model=self._given)
+        model = replace(plan.config.model, vocab_size=self._given.vocab_size)
+        config = replace(plan.config, training=replace(training, global_batch_size=samples), model=model)
         rank = plan.fullest * (plan.gpus // parallel.pipeline_model_parallel_size)
         found = dry_run(config, plan.gpus, rank, of_gpu=not self.cluster.gpu.is_cpu)
         return rank, found.peak_blocks + self.cluster.gpu.reserved
@@ -222,10 +221,7 @@ class Planner:
             self._parts[key] = found = _recorded(config, alike, of_gpu=of_gpu)
             if found is not None:
                 self._by_weights.setdefault(weights, found)
-        found, layers = self._parts[key], config.model.num_layers
-        if found is not None and len(found.layers) != layers:
-            found = self._parts[key] = replace(found, layers=found.layers[-1:] * layers)
-        return found
+        return self._parts[key]
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
@@ -269,14 +265,12 @@ def extended(one: Parts, two: Parts, samples: int) -> Parts:
 
 
 def _recorded(config: RunConfig, alike: Parts | None, *, of_gpu: bool) -> Parts | None:
-    """Record the parts of a layout. Layers that are all alike are recorded once.
+    """Record the parts of a layout.
 
     Context-parallel ranks of CPUs draw their dropout on the host, which takes long: it is left out.
     """
     if config.parallel.context_parallel_size > 1:
         config = replace(config, model=replace(config.model, attention_dropout=0.0))
-    if len(set(config.model.layers)) == 1:
-        config = replace(config, model=replace(config.model, num_layers=_RECORDED_LAYERS))
     try:
         with planned_kernels(config.kernels, of_gpu=of_gpu):
             return part_records(config, alike)

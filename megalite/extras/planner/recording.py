@@ -6,6 +6,7 @@ launch of a Triton kernel, whose launcher runs as it does on a GPU: what it keep
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import Counter
@@ -319,6 +320,10 @@ def _counted(
         if name == "_grouped_mm":  # rows of all groups, which are taken to have equally many
             count, rows = len(right), max(rows // len(right), 1)
         return "product", (count, rows, columns, inner), 2 * count * rows * columns * inner
+    if name == "linalg_solve_triangular":
+        *batch, rows, columns = args[1].shape
+        count = math.prod(batch)
+        return "product", (count, rows, columns, max(rows // 2, 1)), count * rows * rows * columns
     if name.startswith(_FUSED):
         backward = name.endswith("backward")
         query, key = args[1:3] if backward else args[:2]

@@ -19,7 +19,7 @@ from megalite.config.parallel import STRATEGIES
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cost import Prices
-from megalite.extras.planner.layouts import Layout, layouts, require_batch
+from megalite.extras.planner.layouts import Layout, is_even, layouts, require_batch
 from megalite.extras.planner.lower_bounds import LowerBounds, Passes
 from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.parts import Parts
@@ -139,7 +139,8 @@ class _Search:
         for entry in sorted(self._queue):
             layout = replace(entry.layout, zero=entry.stages[0])
             layers, count = config.model.num_layers, layout.pipeline * layout.chunks
-            stages = balanced(PartCosts(0.0, (1.0,) * layers, 0.0), count) if layers % count else None
+            even = is_even(config.model, count)
+            stages = None if even else balanced(PartCosts(0.0, (1.0,) * layers, 0.0), count)
             try:
                 resolve(layout.on(config, stages), self.planner.gpus)
                 return

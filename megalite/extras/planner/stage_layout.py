@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 from megalite.config import ParallelConfig, RunConfig
-from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG
 from megalite.config.pipeline_layout import AUTO, schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
@@ -23,7 +22,6 @@ from megalite.modules.balance import balance
 from megalite.pipeline.schedules import SCHEDULES, Kind, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
-from megalite.small_files import shown
 from megalite.training.data import known_vocabulary
 
 _GPU = "H100-SXM"
@@ -51,11 +49,6 @@ def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[st
         ConfigurationError: the flags contradict each other, or the layers cannot be divided into these stages.
     """
     parallel, layers = config.parallel, config.model.num_layers
-    if (pattern := config.model.hybrid_layer_pattern) is not None:
-        raise ConfigurationError(
-            f"{_FLAG} {AUTO} does not know the costs of the layers of {PATTERN_FLAG} {shown(pattern)}: write "
-            f"{NEXT_STAGE} into the pattern where the next stage begins, or give the letters of the stages"
-        )
     file = (parallel.pipeline_model_parallel_layout or "").partition(":")[2]
     without = replace(parallel, pipeline_model_parallel_layout=None)
     chunks = virtual_stages(config.model, without)

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
-from megalite.checkpoint.tensors import Kind, natural_order, widest
+from megalite.checkpoint.tensors import Kind, natural_order
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
 from megalite.conversion.mapping import ToFiles, file_tensors
-from megalite.conversion.opened import logical_tensors
+from megalite.conversion.opened import dtype_of_weights, kept_in_fp32, logical_tensors
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, row_ranges
 from megalite.model.gpt import GPT
 from megalite.optim.optimizer import Optimizer
@@ -81,9 +81,10 @@ def _export(
     """Send the tensors of a Hugging Face model to a receiver. All ranks call it together."""
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
-        files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
+        mapping = file_tensors(family.rules, model, collected.shapes, family.halves)
+        files = ToFiles(collected, mapping, dtype, _device(mesh), kept_in_fp32(model))
         kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
-        config["torch_dtype"] = dtype_name(dtype or collected.dtype)
+        config["torch_dtype"] = dtype_name(dtype or dtype_of_weights(collected.tensors, model))
     _stream(files.fill, kinds, config, receiver, mesh)
 
 
@@ -176,11 +177,6 @@ class Collected:
                 self._boxes[name].setdefault(rank, []).append(Box(tuple(offset), tuple(size)))
                 dtypes[name] = getattr(torch, dtype)
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in shapes.items()}
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Widest dtype of the weights."""
-        return widest(kind for name, kind in self.tensors.items() if not name.startswith(STATE))
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values` on rank 0, as in `Source`."""

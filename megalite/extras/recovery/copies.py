@@ -26,9 +26,8 @@ from megalite.checkpoint.directory import iteration_of
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.plan import Region, held_regions
 from megalite.checkpoint.tensors import TensorBox
-from megalite.config.model import without_stages
 from megalite.config.parallel import ParallelConfig
-from megalite.config.run import RunConfig, TaskConfig
+from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import CheckpointError, CommunicationError, ConfigurationError, CorruptCheckpointError
 from megalite.extras.recovery.choice import Choice, Taken, choose
@@ -101,7 +100,7 @@ class Copies:
             grad_reduce_in_bf16=parallel.grad_reduce_in_bf16, bitwise_elastic=parallel.bitwise_elastic
         )
         training = replace(config.training, **{name: getattr(type(config.training), name) for name in _OF_LAYOUT})
-        run = _digest(dump(_without_bars(replace(config, parallel=numbers, training=training))))
+        run = _digest(dump(replace(config, parallel=numbers, training=training)))
         layout = _digest(f"{mesh.whole.world_size} {config.parallel}")
         self._whose = Whose(run, layout, mesh.whole.world_size, mesh.rank, told[0][2])
         self.notes: tuple[str, ...] = ()
@@ -421,11 +420,6 @@ def _survivor(trainer: Trainer) -> SurvivorsTrainer:
 
     assert isinstance(trainer, SurvivorsTrainer)
     return trainer
-
-
-def _without_bars(config: TaskConfig) -> TaskConfig:
-    """Return the same configuration, whose pattern of layers does not say where stages begin: that is layout."""
-    return replace(config, model=without_stages(config.model)) if isinstance(config, RunConfig) else config
 
 
 def _digest(text: str) -> bytes:

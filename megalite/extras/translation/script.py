@@ -17,7 +17,7 @@ _LAUNCHERS = {
 }
 _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep", "git", "chmod", "tar")
 TORCHTITAN = "torchtitan.train"
-_PROGRAMS = ("megalite-pretrain", TORCHTITAN)
+_PROGRAMS = ("megalite-pretrain", "megalite-pretrain-hybrid", TORCHTITAN)
 _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed", "per-device-train-batch-size")
 _EMPTY = re.compile(r"line (\d+): (.*) is not set, and taken as empty in the condition")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")

@@ -18,7 +18,8 @@ from megalite.extras.translation.shell_expansion import LARGEST
 from megalite.extras.translation.yaml_settings import from_section, read_yaml
 from megalite.small_files import parse_json, read_small_file, reason
 
-_OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
+_OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "megalite-pretrain", "megalite-pretrain-hybrid")
+_OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mimo)\.py")
 
 _READ = (
     "what is read: a launch script (of Megatron-LM, Megatron-DeepSpeed, or another that has Megatron-LM's flags), the "
@@ -148,7 +149,7 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         return report
     if _OTHER_MODELS.fullmatch(program):
         report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")
-    elif program not in ("pretrain_gpt.py", "megalite-pretrain"):
+    elif program not in _OWN:
         report.notes.append(f"the flags of {program} are taken to be those of pretrain_gpt.py")
     add_environment(launch.environment, report, launch.unclear)
     report.add_megatron(add_megatron_deepspeed(launch.argv, report))

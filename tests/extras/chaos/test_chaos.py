@@ -239,9 +239,12 @@ def test_the_program_tells_what_holds(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "verdict.json").read_text())
     assert (found["trials"], found["hung"]) == (2, 0)
     assert found["occurred"] >= 1  # one is at a site; before the moment of the other a quick run may be over
-    again = run_tool(
-        "chaos", "--sites-file", TOY, "--schedule", tmp_path / "out" / "schedule.json", "--", *COMMAND, "--lie", "skip"
-    )
+    schedule = tmp_path / "out" / "schedule.json"
+    certain = [
+        {"kind": "kill", "rank": 0, "site": "step", "occurrence": 7}
+    ]  # a quick run may be over before the others
+    schedule.write_text(json.dumps([*json.loads(schedule.read_text()), certain]))
+    again = run_tool("chaos", "--sites-file", TOY, "--schedule", schedule, "--", *COMMAND, "--lie", "skip")
     assert again.code == 93, again.stdout + again.stderr
     assert "step 12 is missing" in again.stdout
 

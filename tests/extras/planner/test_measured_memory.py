@@ -19,6 +19,7 @@ ONE_OF_EACH_KIND = {
         "moe/gpt3_mcore_te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router",
         0.02,
     ),
+    "patterns with Mamba-2": ("hybrid/hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G", 0.005),
     "Muon": ("moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_muon", 0.04),
 }
 """Name of a case on H100 by whose layers it has, and by how much its static memory may be off."""

@@ -52,6 +52,15 @@ def test_stages_of_unequal_size_are_written_out() -> None:
     assert now.parallel.pipeline_model_parallel_layout is not None
 
 
+@pytest.mark.wide_except("*-|*-")
+@pytest.mark.parametrize("letters", ["*-|*-", "-*|*-|*-|-*"])
+def test_stages_of_a_pattern_are_replaced(letters: str) -> None:
+    layers = f"--hybrid-layer-pattern={letters} --num-layers {len(letters.replace('|', ''))}"
+    found, now, own = replanned(f"{layers} --tp 2 --pp 2", 1, 2)
+    assert own.parallel.pipeline_model_parallel_layout is not None
+    assert now.parallel.model_parallel_size <= found.ranks == 2
+
+
 def test_nodes_that_no_layout_can_use_wait() -> None:
     """Three ranks divide nothing here, not even two layers."""
     found, now, _ = replanned("--tp 4", 3, 1)

@@ -115,11 +115,12 @@ def texts_alone(cell: Cell, sampling: Sampling) -> dict[int, tuple[int, ...]]:
 
 
 def generating(layout: str, dtype: str) -> list[Cell]:
-    """Return cells of a layout: learned and rotary positions, and experts."""
+    """Return cells of a layout: learned and rotary positions, experts, and recurrent layers."""
     cells = [
         Cell("gpt2", tied=True, vocabulary="odd", samples=8, dtype=dtype),
         Cell("llama", key_values="few", tied=False, samples=8, dtype=dtype),
         Cell("mixtral", key_values="gqa", samples=8, dtype=dtype),
+        Cell("llama", pattern="LM*-", samples=8, dtype=dtype),
     ]
     changes = GENERATING[layout]
     return [replace(cell, etp=changes.get("tp", 1), **changes) for cell in cells]
@@ -137,7 +138,8 @@ def test_generation_and_training_agree_on_log_probabilities(layout: str, rank_po
     for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
         found = {}
         for rank in ranks:
-            assert rank.figures["log_probability_difference_max"] <= 1e-6, cell
+            # Steps of a recurrence, which generation takes, round otherwise than its chunks.
+            assert rank.figures["log_probability_difference_max"] <= (1e-6 if cell.pattern is None else 4e-6), cell
             assert (
                 0.0 < rank.figures["log_probability_difference_mean"] <= rank.figures["log_probability_difference_max"]
             )

@@ -95,6 +95,9 @@ ONE = {
     f"{LOCAL} --save d --no-save-optim": (
         "--no-save-optim with --local-update would lose what replicas have not exchanged: save the state, too"
     ),
+    f"{LOCAL} --moe-router-load-balancing-type quantile_balancing {OF_EXPERTS}": (
+        "--moe-router-load-balancing-type quantile_balancing: replicas do not exchange offsets: drop --local-update"
+    ),
     f"{LOCAL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid {OF_EXPERTS}": (
         "--moe-router-enable-expert-bias: replicas do not exchange biases: drop --local-update"
     ),

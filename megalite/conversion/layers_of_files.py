@@ -1,0 +1,61 @@
+"""Layers as files have them: one or two halves of megalite's layers in each, whatever their kinds."""
+
+from __future__ import annotations
+
+from megalite.config import ModelConfig
+from megalite.model.layer_kinds import LAYER_KINDS
+
+_MODULES = {"dense": "mlp"}
+"""Words in names for the modules of kinds, where a kind's own name is not the word."""
+
+
+def numbers_by_layer(model: ModelConfig, halves: int) -> list[dict[str, int]]:
+    """Return, for each layer of files, the numbers in names of its tensors, by the word after the number.
+
+    `halves`: number of halves of a layer of the files: 2 (a mixer and a feed-forward layer), or 1 (either).
+    """
+    found: list[dict[str, int]] = []
+    place = 0
+    for spec, numbers in zip(model.layers, model.numbers, strict=True):
+        for kind, number in zip((spec.mixer, spec.feed_forward), numbers, strict=True):
+            if kind is None or number is None:
+                continue
+            if place % halves == 0:
+                found.append({})
+            place += 1
+            row = LAYER_KINDS[kind]
+            found[-1] |= dict.fromkeys((_MODULES.get(kind, kind), row.norm, row.output_norm), number)
+    return found
+
+
+def recurrent_axis_lengths(model: ModelConfig) -> dict[str, int]:
+    """Return the length of each axis of recurrent layers' weights, by name."""
+    heads, width, groups, state = (
+        model.mamba_heads,
+        model.mamba_head_dim,
+        model.mamba_num_groups,
+        model.mamba_state_dim,
+    )
+    channels = heads * width + 2 * groups * state
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    key_width, value_width = model.linear_key_head_dim, model.linear_value_head_dim
+    return {
+        "channels": model.hidden_size,
+        "short_taps": model.short_conv_kernel_dim,
+        "mamba_heads": heads,
+        "mamba_width": width,
+        "mamba_groups": groups,
+        "mamba_state": state,
+        "mamba_channels": channels,
+        "mamba_rows": heads * width + channels + heads,
+        "mamba_taps": model.mamba_conv_kernel_dim,
+        "key_heads": keys,
+        "key_width": key_width,
+        "value_heads": values,
+        "value_width": value_width,
+        "delta_channels": 2 * keys * key_width + values * value_width,
+        "delta_taps": model.linear_conv_kernel_dim,
+        "values_by_key": values // keys,
+        "rows_by_key": 2 * key_width + 2 * (values // keys) * value_width,
+        "gates_by_key": 2 * (values // keys),
+    }
