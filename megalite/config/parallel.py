@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
 from megalite.config.fields import PositiveInt, at_most, needs
 from megalite.config.layer_patterns import MOST_LAYERS
+from megalite.config.layer_specs import KINDS_WITH_CORE
 
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig
@@ -216,7 +217,7 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         yield from needs(parallel, "cp_chunks_per_rank", "--cp-balance documents")
     if parallel.cp_balance != "zigzag":
         yield from needs(parallel, "cp_state_exchange", "--cp-balance zigzag: a chain over more chunks waits longer")
-    if not model.kinds & {"mamba", "gated_delta", "kimi_delta"}:
+    if not model.kinds & (KINDS_WITH_CORE - {"attention"}):
         yield from needs(parallel, "cp_state_exchange", "layers that pass a state on (M, G or K)")
     chunks = parallel.chunks_per_rank(seq_length) or 2
     multiple = chunks * size * (tensor if parallel.sequence_parallel else 1)

@@ -1,4 +1,4 @@
-"""Rules of Mamba-2 layers and gated delta nets."""
+"""Rules of recurrent layers and short convolutions."""
 
 from __future__ import annotations
 

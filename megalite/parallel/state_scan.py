@@ -79,7 +79,7 @@ class StateScan:
         ]
 
     def _own(self, of_runs: Sequence[Tensor]) -> list[Tensor]:
-        return [of_runs[number] for number in _numbers(self.layout)[self.layout.rank]]
+        return [of_runs[number] for number in self.layout.run_numbers[self.layout.rank]]
 
 
 def tokens_before(input: Tensor, count: int, group: Group, layout: SequenceLayout) -> list[Tensor]:
@@ -103,13 +103,13 @@ class _TokensBefore(torch.autograd.Function):
         gathered = collectives.all_gather_async(ends[None], group).wait(message, ", ".join(map(str, group.ranks)))
         whole = torch.cat([input.new_zeros(count, *input.shape[1:]), _in_order(layout, gathered).flatten(0, 1)])
         # Row `number * kept + count` of `whole` is the first of the run's own: the rows before it are those before it.
-        return tuple(whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank])
+        return tuple(whole[number * kept : number * kept + count].clone() for number in layout.run_numbers[layout.rank])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return each gradient to the rank that has the token, where those of all ranks are added in rank order."""
         layout, kept, count, shape = ctx.layout, ctx.kept, ctx.count, ctx.shape
-        numbers = _numbers(layout)
+        numbers = layout.run_numbers
         runs = sum(map(len, numbers))
         whole = gradients[0].new_zeros(count + runs * kept, *shape[1:])
         for number, gradient in zip(numbers[layout.rank], gradients, strict=True):
@@ -126,14 +126,10 @@ class _TokensBefore(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-def _numbers(layout: SequenceLayout) -> list[list[int]]:
-    """Return the numbers of each rank's runs, counted in the order of the sample."""
-    starts = sorted(run.start for runs in layout.of_ranks for run in runs)
-    return [[starts.index(run.start) for run in runs] for runs in layout.of_ranks]
-
-
 def _in_order(layout: SequenceLayout, gathered: Tensor) -> Tensor:
     """Put what was gathered of each rank's runs, [ranks, runs of a rank, ...], into the order of the sample."""
-    by_rank = [number for numbers in _numbers(layout) for number in numbers]
-    order = torch.tensor([by_rank.index(number) for number in range(len(by_rank))], device=gathered.device)
-    return gathered.flatten(0, 1)[order]
+    by_rank = [number for numbers in layout.run_numbers for number in numbers]
+    order = [0] * len(by_rank)
+    for place, number in enumerate(by_rank):
+        order[number] = place
+    return gathered.flatten(0, 1)[torch.tensor(order, device=gathered.device)]
