@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import PurePath
 
 from megalite.errors import ConfigurationError
@@ -268,19 +268,14 @@ class Script(Declarations):
     def _run_command(self, node: Node, more: Sequence[Node] = (), documents: Sequence[Node] = ()) -> bool | None:
         """Follow a command with its assignments and redirections. Returns its status, or None if that is not known."""
         line = node.line
-        own: dict[str, str] = {}
-        words = list[Node]()
-        # The line may end behind assignments: tree-sitter takes the next line for the command of two of them.
-        assignments = [(one, two) for one, two in pairwise(node.parts) if one.kind == "variable_assignment"]
-        ends = any(b"\n" in node.source[one.end : two.begin].replace(b"\\\n", b"") for one, two in assignments)
+        own, words = dict[str, str](), list[Node]()
         for part in node.parts:
             if part.kind == "variable_assignment":
-                own |= self._assign_word(part, lasting=ends)
+                own |= self._assign_word(part, lasting=False)
             elif part.kind == "file_redirect":
                 words += _words_behind(part)
             elif part.kind != "herestring_redirect":
                 words.append(part)
-        own = {} if ends else own
         words += more
         fields = [field for word in words for field in self._fields(word)]
         if not fields:

@@ -44,6 +44,7 @@ _OF_BASH = re.compile(
 _NOT_PYTHONS = re.compile(r"\\|\[[\^:.=]|\[[^]]*\[[:.=]|[?*+@!]\(")
 """Characters of a pattern that have another meaning in Python."""
 _NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
+_BLANKS, _WORD = (" ", "\t", "\n"), re.compile(r"[^ \t\n]+")  # to Python, there is more white space
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -172,7 +173,7 @@ class Expansion:
         """Return the words that a word becomes when its variables are replaced."""
         fields, current, none = list[str](), None, False
         for values, whole in self._pieces(node, False):
-            if whole is None and any(value.split() != [value] for value in values):
+            if whole is None and any(_WORD.findall(value) != [value] for value in values):
                 values, whole = [self._divided(self._unknown(node.text, node.line))], True
             none = none or not values
             if whole and len(values) == 1:
@@ -181,16 +182,16 @@ class Expansion:
             pieces, text = values, ""
             if not whole:
                 text = self._divided("\0".join(values))  # the elements of an array stay apart
-                pieces = [each for value in text.split("\0") for each in value.split()]
+                pieces = [each for value in text.split("\0") for each in _WORD.findall(value)]
                 if re.search(r"[*?]", text):
                     pieces = [self._divided(self._unknown(node.text, node.line))]
-                if text[:1].isspace() and current is not None:
+                if text.startswith(_BLANKS) and current is not None:
                     fields.append(current)
                     current = None
             if pieces:
                 fields += [(current or "") + pieces[0], *pieces[1:]]
                 current = fields.pop()
-                if text[-1:].isspace():
+                if text.endswith(_BLANKS):
                     fields.append(current)
                     current = None
         if current is not None and not (none and _ALL.fullmatch(node.text)):
@@ -255,6 +256,8 @@ class Expansion:
         if found is None:
             return [self._unknown(node.text, line)]
         length, name, index, change = found.groups()[:4]
+        for subscript in (part for part in node.parts if part.kind == "subscript"):
+            self._arithmetic(subscript.text, subscript.parts[2:-1], line)  # it may assign, whatever the array is
         value = self._look_up(name)
         if length:
             if isinstance(value, list) and index in ("@", "*"):
@@ -284,6 +287,8 @@ class Expansion:
                 value = "".join(map(" ".join, pieces))
                 if change[-1] != "=" and len(operand) == 1 and _ALL.fullmatch(operand[0].text):
                     return pieces[-1]
+                if change[-1] == "=" and not name.isidentifier():
+                    raise ConfigurationError(f"line {line}: {node.text} is not followed: bash cannot assign to {name}")
                 if change[-1] == "=" and index is None:
                     self._assign(name, value, line)
                 elif change[-1] == "=":

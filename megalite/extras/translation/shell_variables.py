@@ -79,10 +79,12 @@ class Declarations(Conditions):
                 raise ConfigurationError(f"line {node.line}: {keyword.kind} -n is not followed: write the name itself")
             if set(letters) & set("iluA"):
                 self._peculiar |= dict.fromkeys(names, node.line)
+        options = "".join(field for field in fields if field.startswith("-"))
+        locked = dict.fromkeys(names if keyword.kind == "readonly" or "r" in options else (), node.line)
+        self._peculiar |= locked if len(locked) < len(names) else {}  # one that stands there twice is read-only at once
         values: dict[str, str] = {}
         for word in assigned:  # all are expanded before one is assigned
             values |= self._assign_word(word, lasting=False)
-        options = "".join(field for field in fields if field.startswith("-"))
         if keyword.kind == "local" and not self._locals:
             raise ConfigurationError(f"line {node.line}: local is not followed outside of a function: leave it out")
         if self._locals and keyword.kind in ("local", "declare", "typeset") and "g" not in options:
@@ -99,8 +101,7 @@ class Declarations(Conditions):
                 values[name] = value
         for name, value in values.items():
             self._assign(name, value, node.line)
-        if keyword.kind == "readonly" or "r" in options:
-            self._peculiar |= dict.fromkeys(names, node.line)
+        self._peculiar |= locked
         if keyword.kind == "export" or any(re.match("-[a-z]*x", field) for field in fields):
             self._exported |= set(names)
         return True

@@ -365,6 +365,14 @@ def difference(text: str, folder: Path) -> str:
         "f() { g $@; }; g() { A=$2; }; f `true` 5 6",
         "f() { A=$1; }; f 5 $(true) 6",
         "f() { A=$2; }; f $((2**3)) 5",
+        "A=1; if true; then\nB=1 C=2\nelse\nA=5\nfi",
+        "A=1; if false; then\nB=1 C=2  # no more\nelif true; then\nA=5\nfi",
+        "A=3; unset L; : ${L[A=1]}",
+        "A=3; L=(1); : ${#L[A=1]}",
+        "A=3; declare -r A=7 A=4",
+        "A=1; if true; then : ${1:=d}; A=2; fi",
+        "A=1; if true; then : ${@:=d}; A=2; fi",
+        "A=3; A=\u00a0$A",
     ],
 )
 def test_what_is_not_followed_is_no_complete_command(text: str, tmp_path: Path) -> None:
