@@ -102,10 +102,14 @@ FEW: list[Row] = [
 
 
 def check(rank_pools: RankPools, rows: Sequence[Row]) -> None:
-    """Run two steps of each row with and without offloading, and compare the bits."""
+    """Run two steps of each row with activations that are offloaded and that stay, and compare the bits.
+
+    Optimizer state and slices of the weights stay where they are: slices on the host may sum in another order, as
+    `test_layouts_offload` says.
+    """
     for size in sorted({ranks(row) for row in rows}):
         cells = [cell_of(row, late=number % 2 == 1) for number, row in enumerate(rows) if ranks(row) == size]
-        results = run(rank_pools, [each for cell in cells for each in (cell, cell.on_device())])
+        results = run(rank_pools, [each for cell in cells for each in (cell, replace(cell, offload=None))])
         for cell, offloaded, plain in zip(cells, results[::2], results[1::2], strict=True):
             assert_same_bits(offloaded, plain, str(cell))
 
