@@ -66,6 +66,7 @@ class Network:
     gated: bool = False
     tied: bool = True
     sandwich: bool = False
+    behind: tuple[int, ...] = ()  # 1 for each layer, or letter, whose norms are of outputs alone
     query_key_norm: bool = False
     norm_over_heads: bool = False  # of queries and keys
     output_gate: bool = False
@@ -265,6 +266,8 @@ class Network:
         for kind in RECURRENT if self.sandwich else ():
             for layer in range((self.pattern or "").count(kind)):
                 norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden
+        for before, after in self._moved().items():
+            norms[after] = norms.pop(before)
         for name, width in norms.items():
             shape: tuple[int, ...] = (width,)
             if self.norm_over_heads and name.endswith(("query_norm", "key_norm")):
@@ -272,6 +275,19 @@ class Network:
             found[name + ".weight"] = shape, 0.0 if self.around_one else 1.0
             if self.centered:
                 found[name + ".bias"] = (width,), 0.0
+        return found
+
+    def _moved(self) -> dict[str, str]:
+        """Names of norms of inputs that are not there, each with that of an output that is there instead."""
+        letters = self.pattern or "*-" * self.layers
+        behind = self.behind if self.pattern else [one for one in self.behind for _ in range(2)]
+        found: dict[str, str] = {}
+        for place, one in enumerate(behind):
+            letter, before = letters[place], letters[:place]
+            number = before.count(letter) if letter not in "-E" else before.count("-") + before.count("E")
+            half = {"*": ("input", "attention"), "-": ("mlp", "mlp"), "E": ("mlp", "mlp")}
+            first, last = half.get(letter) or (RECURRENT[letter], RECURRENT[letter])
+            found |= {f"layers.{number}.{first}_norm": f"layers.{number}.{last}_output_norm"} if one else {}
         return found
 
     def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
 
     embedding.word [vocabulary, hidden]                 embedding.position [positions, hidden] (learned positions only)
     layers.{i}.input_norm.weight|bias [hidden]          layers.{i}.mlp_norm.weight|bias [hidden]
-    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
+    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms, and norms behind alone)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
@@ -144,14 +144,14 @@ class Oracle(Rotary):
         read = hidden
         if (number := halves[0]) is not None:
             layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
-            normed = self.norm(weights, layer + "input_norm", hidden)
+            normed = self.norm_of_input(weights, layer + "input_norm", hidden)
             attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
             if layer + "attention_output_norm.weight" in weights:
                 attended = self.norm(weights, layer + "attention_output_norm", attended)
             hidden = hidden + self.residual_scale * dropout.attended(number, attended)
         if (number := halves[1]) is not None:
             layer = f"layers.{number}."
-            normed = self.norm(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
+            normed = self.norm_of_input(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
             if layer + "moe.router" in weights:
                 transformed = self.moe(weights, layer + "moe.", normed, routing or Routing())
             else:
@@ -166,12 +166,16 @@ class Oracle(Rotary):
     ) -> Tensor:
         """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
         layer, kind = f"layers.{number}.", RECURRENT[letter]
-        normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
+        normed = self.norm_of_input(weights, f"{layer}{kind}_norm", hidden)
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
         dropped = dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
         return hidden + self.residual_scale * dropped
+
+    def norm_of_input(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
+        """Return the input as it is where a layer has its norms behind."""
+        return self.norm(weights, name, hidden) if name + ".weight" in weights else hidden
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimensions, as many as the weight has."""

@@ -11,10 +11,11 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from megalite.config.fields import named
+from megalite.config.kinds.attention import OF_ATTENTION
 from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
-from megalite.config.validate_model import OF_ATTENTION, model_problems
+from megalite.config.validate_model import model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 from megalite.storage import AnyPath
@@ -126,6 +127,10 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values["window_rotary_base"] = None
     unrotated = [not layer.rotary for layer in model.layers if layer.mixer == "attention"]
     values["no_rope_freq"] = unrotated if model.rotary and any(unrotated) else None
+    behind = [layer.output_norm for layer in model.layers for _ in layer.kinds]
+    values["output_norm_freq"] = behind if any(behind) else None
+    epsilon = model.norm_epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
+    values["linear_norm_epsilon"] = epsilon if "gated_delta" in model.kinds else None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))

@@ -50,14 +50,18 @@ def layers_without_rotation(freq: str | None, layers: int) -> Sequence[bool]:
     Raises:
         ConfigurationError: the flag cannot be parsed, or describes another number of layers.
     """
-    if freq is None:
-        return [False] * layers
-    if every := _every(freq):
-        if layers % every:
-            raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
-        return [(layer + 1) % every == 0 for layer in range(layers)]
-    words = "N, for every N-th layer without rotation, or a 1 (without) or a 0"
-    return _pattern("--no-rope-freq", freq, words, layers)
+    if freq is not None and (every := _every(freq)) and layers % every:
+        raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
+    return _every_nth("--no-rope-freq", freq, "without rotation, or a 1 (without) or a 0", layers)
+
+
+def layers_with_output_norms(freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether its norms are behind its halves instead of before them.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    return _every_nth("--output-norm-freq", freq, "with norms behind, or a 1 (behind) or a 0", layers)
 
 
 def layers_of_linear_attention(freq: str | None, layers: int) -> Sequence[bool]:
@@ -81,6 +85,15 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
         return [(layer + 1) % every != 0 for layer in range(layers)]
     words = "N, for one layer of N without the window, or a 1 (with) or a 0"
     return _pattern("--window-attn-skip-freq", skip_freq, words, layers)
+
+
+def _every_nth(flag: str, freq: str | None, words: str, layers: int) -> Sequence[bool]:
+    """Return which layers a flag means: every N-th, or those that a list has; None: none. `words`: what they are."""
+    if freq is None:
+        return [False] * layers
+    if every := _every(freq):
+        return [(layer + 1) % every == 0 for layer in range(layers)]
+    return _pattern(flag, freq, f"N, for every N-th layer {words}", layers)
 
 
 def _every(text: str) -> int:

@@ -22,14 +22,15 @@ from megalite.config.layer_patterns import (
     keys_before,
     layers_of_linear_attention,
     layers_with_experts,
+    layers_with_output_norms,
     layers_without_rotation,
 )
 from megalite.config.layer_specs import (
-    KINDS_WITHOUT_ATTENTION,
     PATTERN_FLAG,
     FeedForward,
     LayerSpec,
     Mixer,
+    kinds_without_attention,
     numbers_in_names,
     specs_of_pattern,
 )
@@ -123,6 +124,9 @@ class ModelConfig:
     """Number added to the variance in each norm."""
     sandwich_norm: bool = False
     """Normalise also the outputs of attention and of the feed-forward layer before they are added (Gemma 2)."""
+    output_norm_freq: str | None = None
+    """Layers that normalise the outputs of attention and of the feed-forward layer instead of their inputs (OLMo 2): N
+    means every N-th; or a list of 1 (outputs) or 0 per layer, like ([0]*3+[1])*8; unset: none."""
     apply_layernorm_1p: bool = False
     """Store the weight of each norm minus 1, so that it starts at 0."""
     qk_layernorm: bool = False
@@ -234,6 +238,8 @@ class ModelConfig:
     """Tokens that the convolution of a gated delta net sees."""
     linear_allow_neg_eigval: bool = False
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
+    linear_norm_epsilon: NonNegativeFloat | None = None
+    """Number added to the variance in the norm of a gated delta net's output; unset: norm-epsilon."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
     attention_output_gate: bool = False
@@ -311,17 +317,19 @@ class ModelConfig:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
+        behind = layers_with_output_norms(self.output_norm_freq, self.num_layers)
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows, rotary)
+            return specs_of_pattern(pattern, windows, rotary, behind)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
         linear = layers_of_linear_attention(freq, self.num_layers)
-        return tuple(
+        halves = (
             LayerSpec("gated_delta", "moe" if has_experts else "dense")
             if without_attention
             else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
             for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
+        return tuple(replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True))
 
     @property
     def depth(self) -> str:
@@ -338,10 +346,10 @@ class ModelConfig:
         except ConfigurationError:
             return frozenset()
 
-    @property
+    @functools.cached_property
     def has_attention(self) -> bool:
         """False if no layer reads the flags of attention; true if the layers are not known."""
-        return not self.kinds or not self.kinds <= KINDS_WITHOUT_ATTENTION
+        return not self.kinds or not self.kinds <= kinds_without_attention()
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
@@ -432,11 +440,14 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
     mixers = [layer for layer in model.layers if layer.mixer is not None]
     if any(layer.mixer != "attention" for layer in mixers):
         return model
-    feed_forwards = [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]
+    feeds = [layer for layer in model.layers if layer.feed_forward is not None]
     in_turn = [layer.mixer is not None for layer in model.layers] == [True, False] * len(mixers)
-    if model.hybrid_layer_pattern is None or len(mixers) != len(feed_forwards) or not (in_turn or in_any_order):
+    behind = [int(layer.output_norm) for layer in mixers]
+    if model.hybrid_layer_pattern is None or behind != [int(layer.output_norm) for layer in feeds]:
         return model
-    with_experts = [int(each == "moe") for each in feed_forwards]
+    if len(mixers) != len(feeds) or not (in_turn or in_any_order):
+        return model
+    with_experts = [int(layer.feed_forward == "moe") for layer in feeds]
     windowed = [int(layer.keys_before is not None) for layer in mixers]
     return replace(
         model,
@@ -444,5 +455,6 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
         no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
         hybrid_layer_pattern=None,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
 from megalite.config.fields import PositiveInt, at_most, needs
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.layer_specs import KINDS_WITH_CORE
+from megalite.config.layer_specs import LETTERS, kinds_with_core
 
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig
@@ -217,8 +217,10 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         yield from needs(parallel, "cp_chunks_per_rank", "--cp-balance documents")
     if parallel.cp_balance != "zigzag":
         yield from needs(parallel, "cp_state_exchange", "--cp-balance zigzag: a chain over more chunks waits longer")
-    if not model.kinds & (KINDS_WITH_CORE - {"attention"}):
-        yield from needs(parallel, "cp_state_exchange", "layers that pass a state on (M, G or K)")
+    passing = {letter: each.kind for letter, each in LETTERS.items() if each.passes_state}
+    if model.kinds.isdisjoint(passing.values()):
+        *others, last = passing
+        yield from needs(parallel, "cp_state_exchange", f"layers that pass a state on ({', '.join(others)} or {last})")
     chunks = parallel.chunks_per_rank(seq_length) or 2
     multiple = chunks * size * (tensor if parallel.sequence_parallel else 1)
     if seq_length % multiple:
@@ -246,7 +248,7 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two sizes whose product is "
             f"--context-parallel-size {size}: {_products(size)}"
         )
-    if "attention" not in model.kinds:
+    if model.kinds.isdisjoint(kinds_with_core().difference(passing.values())):  # no attention
         return
     heads = model.num_attention_heads // tensor
     for way in dict.fromkeys(ways):

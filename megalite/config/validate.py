@@ -11,7 +11,10 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import ATTENTION_LETTER, KINDS_WITH_CORE, PATTERN_FLAG
+from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.experts import what_has_experts
+from megalite.config.kinds.table import splits
+from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
@@ -26,17 +29,14 @@ from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
-    OF_ATTENTION,
     has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
-    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
-from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -142,7 +142,7 @@ def _recomputes_nothing(config: RunConfig) -> bool:
     """Tell whether layers are known and --recompute-granularity selective computes nothing of them again."""
     training, kinds = config.training, config.model.kinds
     only_cores = training.recompute_granularity == "selective" and "moe" not in training.recompute_modules
-    return only_cores and bool(kinds) and not kinds & KINDS_WITH_CORE
+    return only_cores and bool(kinds) and not kinds & kinds_with_core()
 
 
 def _chunks(config: RunConfig) -> int:
@@ -485,17 +485,16 @@ def _layout(config: RunConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if not model.has_attention:
         yield from needs(parallel, "cp_balance", f"attention, but {_why_no_attention(model)}")
-    split = []
-    if "attention" in model.kinds:
-        split.append(("num-attention-heads", model.num_attention_heads))
-    if "dense" in _feed_forwards(model):
-        split.append(("ffn-hidden-size", model.ffn_size))
+    widths = [*splits(model)]
+    sizes = [(width.flag, width.size) for width in widths if width.flag]
     if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say
-        split.append(("seq-length", config.data.seq_length))
-    for flag, size in split:
+        sizes.append(("--seq-length", config.data.seq_length))
+    for flag, size in sizes:
         if size % tensor:
-            yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
-    yield from uneven_recurrent_widths(model, tensor)
+            yield f"{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    for width in widths:
+        if not width.flag:
+            yield from width.problems(tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:

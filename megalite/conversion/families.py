@@ -10,7 +10,7 @@ from dataclasses import replace
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
-from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
 from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
@@ -42,10 +42,10 @@ from megalite.conversion.shared_rules import (
 # ------------------------------------------------------------------------------------------------ Llama and its like
 
 
-_LLAMA_LAYER = (*attention(), *gated_mlp(), *norm("model.layers.{layer}.input_layernorm", "input_norm"))
+_LLAMA_INPUT_NORM = norm("model.layers.{layer}.input_layernorm", "input_norm")
 _LLAMA_ENDS = ends("model.embed_tokens.weight", "model.norm", "lm_head.weight")
-_LLAMA_MLP_NORM = norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm")
-_LLAMA_RULES = (*_LLAMA_LAYER, *_LLAMA_MLP_NORM, *_LLAMA_ENDS)
+_LLAMA_NORMS = (*_LLAMA_INPUT_NORM, *norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm"))
+_LLAMA_RULES = (*attention(), *gated_mlp(), *_LLAMA_NORMS, *_LLAMA_ENDS)
 
 _LLAMA_KEYS = (
     *SIZES,
@@ -115,8 +115,8 @@ _QWEN_KEYS = (
 
 def _with_experts(family: Family, rules: tuple[Rule, ...], *shared: Rule) -> Family:
     """Return the family with rules for experts one by one, and for shared ones."""
-    fused = (*family.rules, *fused_experts(), *shared)
-    return replace(family, rules=(*family.rules, *rules, *shared), fused=fused)
+    rewritten = (*family.rules, *fused_experts(), *shared)
+    return replace(family, rules=(*family.rules, *rules, *shared), rewritten=rewritten)
 
 
 MIXTRAL = _with_experts(
@@ -197,15 +197,7 @@ GLM4_MOE = replace(
 )
 
 _ONE_NORM = {"qk_layernorm": True, "qk_layernorm_over_heads": True}
-_ONE_NORM_RULES = (
-    *(
-        rule
-        for rule in _LLAMA_RULES
-        if "attention.query_norm" not in str(rule) and "attention.key_norm" not in str(rule)
-    ),
-    Rule(f"{ATTENTION}.q_norm.weight", "(heads width) -> heads width", (MappedBox("attention.query_norm.weight"),)),
-    Rule(f"{ATTENTION}.k_norm.weight", "(groups width) -> groups width", (MappedBox("attention.key_norm.weight"),)),
-)
+_ONE_NORM_RULES = (*attention(over_heads=True), *gated_mlp(), *_LLAMA_NORMS, *_LLAMA_ENDS)
 OLMOE = _with_experts(
     _llama_like(
         "olmoe",
@@ -221,6 +213,23 @@ OLMOE = _with_experts(
         rules=_ONE_NORM_RULES,
     ),
     _QWEN_EXPERTS,
+)
+
+
+OLMO2 = _llama_like(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    WITHOUT_BIASES | _ONE_NORM | {"output_norm_freq": "1"},
+    None,
+    key("rms_norm_eps", "norm_epsilon", 1e-5),
+    fixed("attention_bias", False),
+    rules=(
+        *attention(over_heads=True),
+        *gated_mlp(),
+        *norm("model.layers.{layer}.post_attention_layernorm", "attention_output_norm"),
+        *norm("model.layers.{layer}.post_feedforward_layernorm", "mlp_output_norm"),
+        *_LLAMA_ENDS,
+    ),
 )
 
 
@@ -247,7 +256,7 @@ _M2_EXPERTS = _with_experts(
 MINIMAX_M2 = replace(
     _M2_EXPERTS,
     rules=(*_M2_EXPERTS.rules, _bias_beside_router("model.layers.{layer}.block_sparse_moe")),
-    fused=(*_M2_EXPERTS.fused, _bias_beside_router(MLP)),
+    rewritten=(*_M2_EXPERTS.rewritten, _bias_beside_router(MLP)),
 )
 
 _INTERLEAVED = (
@@ -298,7 +307,9 @@ _GEMMA_ALWAYS = WITHOUT_BIASES | {"apply_layernorm_1p": True, "scale_embeddings"
 _GEMMA_KEYS = (*OF_ALL, *_LLAMA_KEYS, keys.head_width(256), fixed("attention_bias", False), tied(True))
 _ONE_WAY = fixed("use_bidirectional_attention", False, written=False)
 _SANDWICH_RULES = (
-    *_LLAMA_LAYER,
+    *attention(),
+    *gated_mlp(),
+    *_LLAMA_INPUT_NORM,
     *norm("model.layers.{layer}.post_attention_layernorm", "attention_output_norm"),
     *norm("model.layers.{layer}.pre_feedforward_layernorm", "mlp_norm"),
     *norm("model.layers.{layer}.post_feedforward_layernorm", "mlp_output_norm"),
@@ -429,15 +440,14 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE, MINIMAX_M2, GPT_OSS),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMO2, OLMOE, MINIMAX_M2, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2),
+    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
 LACKING = {
     "deepseek_v2": "multi-head latent attention",
     "deepseek_v3": "multi-head latent attention",
-    "olmo_hybrid": "layers with norms behind attention and the feed-forward layer alone",
 }
 """Model types that are refused, with the parts of the network that megalite lacks."""

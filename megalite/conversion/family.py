@@ -39,8 +39,9 @@ class Family:
     always: Mapping[str, Any]
     """Fields of ModelConfig that are the same for every model of the family."""
     rules: tuple[Rule, ...]
-    fused: tuple[Rule, ...] = ()
-    """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
+    rewritten: tuple[Rule, ...] = ()
+    """Rules for files in another form, as transformers 5 may write them: with all experts of a layer in one tensor, or
+    with norms of other names; () if none."""
     prefixes: Mapping[str, str] = field(default_factory=lambda: {"": "model."})
     """Prefixes of tensor names in some files, each with that in the table; such as none."""
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -54,13 +54,15 @@ def open_huggingface(folder: Path) -> OpenedModel:
     _check_other_files(folder)
     ends = tuple(sorted(end_tokens(folder)))
     logical = logical_tensors(model)
-    # Experts one by one, or the experts of a layer together.
-    mappings = [file_tensors(rules, model, logical, family.halves) for rules in (family.rules, family.fused) if rules]
+    # Such as experts one by one, or the experts of a layer together.
+    mappings = [
+        file_tensors(rules, model, logical, family.halves) for rules in (family.rules, family.rewritten) if rules
+    ]
     forms = {frozenset(each.name for each in mapping): mapping for mapping in mappings}
     files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
     if others := sorted(files.tensors.keys() - names - {family.head}):
-        raise CheckpointError(f"{folder} has experts both one by one and together, such as {others[0]}")
+        raise CheckpointError(f"{folder} has tensors of two forms of its family, such as {others[0]} beside the others")
     mapping = forms[names]
     try:
         source = FromFiles(files, mapping, logical)

@@ -1,6 +1,6 @@
 """Kinds of layers: for each mixer and each feed-forward layer, what makes it and which loss terms it returns.
 
-Their letters are in `megalite/config/layer_specs.py`, and their costs in `megalite/config/layer_costs.py`.
+Their letters are in `megalite/config/layer_specs.py`, and their costs and rules in `megalite/config/kinds/`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from megalite.config.layer_costs import LAYER_COSTS
+from megalite.config.kinds.table import KINDS
 from megalite.config.model import ModelConfig
 
 _FORWARD_AND_BACKWARD = 3
@@ -45,7 +45,7 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     layers = 0.0
     for layer in model.layers:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
-        layers += sum(LAYER_COSTS[kind].products(model, seen) for kind in layer.kinds)
+        layers += sum(KINDS[kind].products(model, seen) for kind in layer.kinds)
     logits = model.hidden_size * padded_vocab_size
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))
 

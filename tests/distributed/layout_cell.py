@@ -135,6 +135,7 @@ class Cell:
     norm_over_heads: bool = False  # of queries and keys, for qk_layernorm
     output_gate: bool = False  # of attention
     no_rope_freq: str | None = None  # layers without rotary positions
+    output_norm_freq: str | None = None  # layers with norms behind their halves
     softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
@@ -359,6 +360,7 @@ def model_config(cell: Cell) -> ModelConfig:
         qk_layernorm_over_heads=cell.norm_over_heads,
         attention_output_gate=cell.output_gate,
         no_rope_freq=cell.no_rope_freq,
+        output_norm_freq=cell.output_norm_freq,
         softmax_type="learnable" if oss else cell.softmax_type,  # type: ignore[arg-type]
         swiglu=llama and not gemma,
         geglu=gemma,
@@ -455,6 +457,7 @@ def network(cell: Cell) -> Network:
         gated=plain or oss,
         tied=cell.tied,
         sandwich=gemma,
+        behind=tuple(json.loads(cell.output_norm_freq or "[]")),
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
         norm_over_heads=cell.norm_over_heads,
         output_gate=cell.output_gate,

@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -136,6 +137,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "olmo2": (transformers.Olmo2Config, {"rope_theta": 500.0}),
     "olmoe": (transformers.OlmoeConfig, {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
     "minimax-m2": (
         transformers.MiniMaxM2Config,
@@ -233,6 +235,25 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 12,
         },
     ),
+    "olmo-hybrid": (
+        transformers.OlmoHybridConfig,
+        {
+            # One that remembers: with writes twice as strong, rounding grows from one to the next.
+            "layer_types": ["full_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "olmo-hybrid-without-positions": (
+        transformers.OlmoHybridConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "linear_allow_neg_eigval": False,
+            "linear_value_head_dim": 6,
+        },
+    ),
     "lfm2": (
         transformers.Lfm2Config,
         {
@@ -302,6 +323,9 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 
 
+_HEADS_OF_HIDDEN = (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig)
+_HEADS_OF_HIDDEN += (transformers.Olmo2Config, transformers.OlmoHybridConfig)
+"""Families in which the width of a head follows from the hidden size."""
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
 _LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
@@ -314,7 +338,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig):
+    elif kind in _HEADS_OF_HIDDEN:
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))
@@ -350,8 +374,33 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **options: Any) -> PreTrainedModel:
     """Write such a model as `save_pretrained` does, and return it."""
     model = make_model(make_config(name, changes))
-    model.save_pretrained(folder, **options)
+    published = model.config.model_type == "olmo_hybrid" and "save_original_format" not in options
+    model.save_pretrained(folder, **options | ({"save_original_format": False} if published else {}))
+    if published:
+        write_published_olmo_hybrid(folder)
     return model
+
+
+def write_published_olmo_hybrid(folder: Path) -> None:
+    """Give the tensors of a folder the names and the cuts of published files.
+
+    transformers 5.24 reads them, but writes convolutions cut into three equal parts, and another norm's name.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    found: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer = int(name.split(".")[2]) if "layers." in name else None
+        if name.endswith("conv1d.weight"):
+            sizes = [keys, keys, len(tensor) - 2 * keys]
+            for part, rows in zip("qkv", tensor.split(sizes), strict=True):
+                found[name.replace("conv1d", f"{part}_conv1d")] = rows.contiguous()
+        elif layer is not None and config["layer_types"][layer] == "linear_attention":
+            of_mlp = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+            found[of_mlp.replace("input_layernorm", "attention_layer_norm")] = tensor
+        else:
+            found[name] = tensor
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:

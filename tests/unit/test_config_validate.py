@@ -227,6 +227,23 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             )
             for wrong in ("0", "[2]", "x()")
         ),
+        (
+            "--output-norm-freq [1,0]",
+            "--output-norm-freq '[1,0]' is for 2 layers, and the network has 4",
+        ),
+        (
+            "--output-norm-freq x",
+            "--output-norm-freq 'x': expected N, for every N-th layer with norms behind, or a 1 (behind) or a 0 for "
+            "each layer, like [1,1,0] or ([1]*2+[0])*4",
+        ),
+        *(
+            (
+                f"--output-norm-freq 4 {flag}",
+                f"{flag} needs layers with norms before both halves: leave --output-norm-freq out",
+            )
+            for flag in ("--sandwich-norm", "--use-parallel-residual")
+        ),
+        ("--linear-norm-epsilon 1e-5", "--linear-norm-epsilon needs a gated delta net, G in --hybrid-layer-pattern"),
         ("--swiglu --geglu", "--geglu and --swiglu are different activations: choose one"),
         ("--swiglu --exact-gelu", "--exact-gelu and --swiglu are different activations: choose one"),
         ("--squared-relu --exact-gelu", "--exact-gelu and --squared-relu are different activations: choose one"),

@@ -123,13 +123,13 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     family = next(each for each in FAMILIES if each.name == config["model_type"])
     model = family.model(config)
     legacy = family.config(model)
-    assert "rope_parameters" not in legacy
+    assert ("rope_parameters" in legacy) == (name == "olmo-hybrid-without-positions")
     assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
     assert "rope_parameters" in config or name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
-WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense", "olmo-hybrid-without-positions")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -205,6 +205,13 @@ def test_experts_that_are_one_tensor_are_read(folders: Path, name: str, tmp_path
     assert any(tensor.endswith("experts.gate_up_proj") for tensor in all_tensors(tmp_path / "fused"))
     expected = torch.load(folders / f"{name}.pt")
     assert distance(logits(open_huggingface(tmp_path / "fused"), TOKENS), expected) <= LOGITS
+
+
+def test_a_folder_with_one_convolution_and_other_names_of_norms_is_read(folders: Path, tmp_path: Path) -> None:
+    theirs.save(tmp_path / "other", "olmo-hybrid", save_original_format=False)
+    assert any(tensor.endswith("linear_attn.conv1d.weight") for tensor in all_tensors(tmp_path / "other"))
+    expected = torch.load(folders / "olmo-hybrid.pt")
+    assert distance(logits(open_huggingface(tmp_path / "other"), TOKENS), expected) <= LOGITS
 
 
 FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 66 --num-layers 4 --hidden-size 24
@@ -300,7 +307,7 @@ def test_an_expert_that_is_missing_or_there_twice_or_of_another_width_is_refused
     with pytest.raises(CheckpointError, match=rf"{lost} has shape \[17, 24\], but the model has \[16, 24\]"):
         open_huggingface(without(folders / "qwen3-moe", tmp_path / "wider", lost, wider))
     fused = {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(6, 32, 24)}
-    with pytest.raises(CheckpointError, match=r"experts both one by one and together, such as .*gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"tensors of two forms of its family, such as .*gate_up_proj"):
         open_huggingface(without(folders / "qwen3-moe", tmp_path / "both", lost, fused))
     one_more = {lost.replace(".3.", ".6."): torch.zeros(16, 24)}
     with pytest.raises(CheckpointError, match=r"has weights that qwen3_moe does not have: .*experts\.6"):

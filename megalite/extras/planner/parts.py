@@ -101,6 +101,7 @@ def _each_kind_twice(model: ModelConfig) -> ModelConfig:
     with_experts = [int(spec.feed_forward == "moe") for spec in layers]
     windowed = [int(spec.keys_before is not None) for spec in layers]
     unrotated = [int(not spec.rotary) for spec in layers]
+    behind = [int(spec.output_norm) for spec in layers]
     linear = [int(spec.mixer != "attention") for spec in layers]
     patterned = model.hybrid_layer_pattern is not None
     return replace(
@@ -110,6 +111,7 @@ def _each_kind_twice(model: ModelConfig) -> ModelConfig:
         moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
         no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
         linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
     )
 
