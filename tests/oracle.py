@@ -15,7 +15,8 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py. Latent
+attention: latent_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
+from tests.latent_oracle import latent_attention
 from tests.mixers_oracle import Mixers
 from tests.rotary_oracle import Rotary
 
@@ -65,6 +67,7 @@ class Oracle(Rotary):
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
+    latent_epsilon: float | None = None  # of norms of latents, if it is another
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
     glu_offset: float = 0.0  # of the up projection
@@ -81,7 +84,7 @@ class Oracle(Rotary):
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
     pattern: str | None = (
-        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+        None  # a letter a layer: * or + attention, - or E feed-forward, M, G, L, K; None: both halves in each
     )
     mixers: Mixers = field(default_factory=Mixers)
 
@@ -144,11 +147,15 @@ class Oracle(Rotary):
         read = hidden
         if (number := halves[0]) is not None:
             layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
-            normed = self.norm_of_input(weights, layer + "input_norm", hidden)
-            attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
-            if layer + "attention_output_norm.weight" in weights:
-                attended = self.norm(weights, layer + "attention_output_norm", attended)
-            hidden = hidden + self.residual_scale * dropout.attended(number, attended)
+            if layer + "latent_attention.output" in weights:
+                attended = self.latent_attention(weights, layer, hidden, positions, visible, dropped)
+                hidden = hidden + self.residual_scale * dropout.drop(attended, dropout.hidden, number, 8)
+            else:
+                normed = self.norm_of_input(weights, layer + "input_norm", hidden)
+                attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
+                if layer + "attention_output_norm.weight" in weights:
+                    attended = self.norm(weights, layer + "attention_output_norm", attended)
+                hidden = hidden + self.residual_scale * dropout.attended(number, attended)
         if (number := halves[1]) is not None:
             layer = f"layers.{number}."
             normed = self.norm_of_input(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
@@ -160,6 +167,32 @@ class Oracle(Rotary):
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
             hidden = hidden + self.residual_scale * dropout.transformed(number, transformed)
         return hidden
+
+    def latent_attention(
+        self,
+        weights: Weights,
+        layer: str,
+        hidden: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        dropped: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """What a layer of latent attention adds, before dropout."""
+        name = layer + "latent_attention"
+        epsilon = self.norm_epsilon if self.latent_epsilon is None else self.latent_epsilon
+        attended = latent_attention(
+            weights,
+            name + ".",
+            self.norm_of_input(weights, name + "_norm", hidden),
+            positions,
+            visible,
+            rotary=replace(self, rotary_interleaved=True, rotary_percent=1.0),
+            norm=functools.partial(replace(self, norm_epsilon=epsilon).norm, weights),
+            capped=functools.partial(capped, cap=self.score_cap),
+            dropped=dropped,
+        )
+        behind = name + "_output_norm"
+        return self.norm(weights, behind, attended) if behind + ".weight" in weights else attended
 
     def recurrent(
         self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
@@ -256,10 +289,10 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
+    """The halves of layers of one letter: attention (*, +) has numbers of its own, - and E together; others: none."""
     before = [pattern[:place] for place in range(len(pattern))]
     return [
-        (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)
+        (text.count(letter) if letter in "*+" else None, text.count("-") + text.count("E") if letter in "-E" else None)
         for letter, text in zip(pattern, before, strict=True)
     ]
 

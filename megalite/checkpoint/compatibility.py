@@ -117,7 +117,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"))
+    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq", "multi_latent_attention"))
     letters = pattern_of(model.layers)
     if model.hybrid_layer_pattern is not None or any(layer.mixer != "attention" for layer in model.layers):
         values |= {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
@@ -131,6 +131,9 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["output_norm_freq"] = behind if any(behind) else None
     epsilon = model.norm_epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
     values["linear_norm_epsilon"] = epsilon if "gated_delta" in model.kinds else None
+    if model.has_latents:
+        epsilon = model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon
+        values["latent_norm_epsilon"] = epsilon if model.qk_layernorm else None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))

@@ -16,11 +16,11 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 Mixer = str
-"""Kind of mixer: attention, mamba, gated_delta, kimi_delta, short_convolution, or one that a program has added."""
+"""Kind of mixer: attention, latent_attention, mamba, gated_delta, kimi_delta, short_convolution, or a program's own."""
 FeedForward = Literal["dense", "moe"]
 PATTERN_FLAG = "--hybrid-layer-pattern"
 MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
-ATTENTION_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "E", "|"
+ATTENTION_LETTER, LATENT_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "+", "E", "|"
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class LayerSpec:
     keys_before: int | None = None
     rotary: bool = True
     output_norm: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """True if the mixer computes scores of queries and keys."""
+        return self.mixer in ("attention", "latent_attention")
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -83,12 +88,12 @@ LETTERS: dict[str, Letter] = {
     KIMI_LETTER: Letter(LayerSpec("kimi_delta", None), "Kimi delta attention", has_core=True, reads_attention=False),
     CONVOLUTION_LETTER: Letter(LayerSpec("short_convolution", None), "short convolution", reads_attention=False),
     ATTENTION_LETTER: Letter(LayerSpec("attention", None), "attention", has_core=True),
+    LATENT_LETTER: Letter(LayerSpec("latent_attention", None), "latent attention", has_core=True),
     "-": Letter(LayerSpec(None, "dense"), "dense feed-forward", reads_attention=False),
     EXPERTS_LETTER: Letter(LayerSpec(None, "moe"), "experts", reads_attention=False),
 }
 """Letters of a pattern; `megalite/library/layer_kinds.py` adds those of a program."""
 _LATER = {
-    "+": "multi-head latent attention",
     "D": "sparse attention",
     "/": "the beginning of a layer of multi-token prediction",
 }
@@ -156,7 +161,7 @@ def specs_of_pattern(
         )
     return tuple(
         replace(spec, keys_before=before, rotary=rotated, output_norm=behind)
-        if spec.mixer == "attention"
+        if spec.attends
         else replace(spec, output_norm=behind)
         for spec, before, rotated, behind in zip(specs, windows, rotary, output_norms, strict=True)
     )

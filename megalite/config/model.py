@@ -283,6 +283,21 @@ class ModelConfig:
     qk_layernorm_over_heads: bool = False
     """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
 
+    multi_latent_attention: bool = False
+    """Give all layers of a GPT attention over latents (DeepSeek-V2 and later), + in a pattern."""
+    q_lora_rank: PositiveInt | None = None
+    """Width of the latent from which the queries of latent attention are made; unset: they are made of the layer's
+    input."""
+    kv_lora_rank: PositiveInt = 32
+    """Width of the latent from which the keys and values of latent attention are made."""
+    qk_head_dim: PositiveInt = 128
+    """Width of a head's queries and keys in latent attention without the rotated part."""
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """Width of the rotated part of queries and keys in latent attention, of which all heads share the key."""
+    v_head_dim: PositiveInt = 128
+    """Width of a head's values in latent attention."""
+    latent_norm_epsilon: NonNegativeFloat | None = None
+    """Number added to the variance in the norms of latents (qk-layernorm); unset: norm-epsilon."""
     experimental_attention_variant: Literal["gated_delta_net"] | None = None
     """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
     linear_attention_freq: str | None = None
@@ -305,7 +320,7 @@ class ModelConfig:
     @property
     def rotated_channels(self) -> int:
         """Number of channels of each head that rotary embeddings rotate."""
-        return int(self.head_dim * self.rotary_percent)
+        return self.qk_pos_emb_head_dim if self.has_latents else int(self.head_dim * self.rotary_percent)
 
     @property
     def learned_positions(self) -> int | None:
@@ -323,10 +338,11 @@ class ModelConfig:
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
         linear = layers_of_linear_attention(freq, self.num_layers)
+        mixer = "latent_attention" if self.multi_latent_attention else "attention"
         halves = (
             LayerSpec("gated_delta", "moe" if has_experts else "dense")
             if without_attention
-            else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            else LayerSpec(mixer, "moe" if has_experts else "dense", keys_before=before, rotary=rotated)
             for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
         return tuple(replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True))
@@ -360,6 +376,18 @@ class ModelConfig:
     def has_dense_layers(self) -> bool:
         """True if some layers have a dense feed-forward layer. Raises ConfigurationError as `layers` does."""
         return any(layer.feed_forward == "dense" for layer in self.layers)
+
+    @property
+    def has_latents(self) -> bool:
+        """True if attention is over latents. No network has attention of both kinds."""
+        return "latent_attention" in self.kinds
+
+    @property
+    def score_width(self) -> int:
+        """Channels of a head of queries, keys and values, the widest of them, where scores are computed."""
+        if self.has_latents:
+            return max(self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim)
+        return self.head_dim
 
     @property
     def head_dim(self) -> int:

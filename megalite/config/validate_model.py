@@ -38,7 +38,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
-    if model.has_attention and model.kv_channels is None and model.hidden_size % heads:
+    if model.has_attention and not model.has_latents and model.kv_channels is None and model.hidden_size % heads:
         yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
@@ -114,7 +114,9 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     if model.position_embedding_type == "yarn":
         yield from _yarn(model)
     share, width, rotated = model.rotary_percent, model.head_dim, model.rotated_channels
-    if model.rotary and rotated < 2:
+    if model.has_latents:
+        pass  # a part of each head of its own is rotated
+    elif model.rotary and rotated < 2:
         yield f"--rotary-percent {share} of {width} channels per head leaves no pair to rotate"
     elif model.rotary and rotated % 2:
         yield (

@@ -26,7 +26,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.transfer import exchange_rows_async
-from megalite_kernels.attention import Kept, Mask, draw_kept
+from megalite_kernels.attention import Kept, Mask, draw_kept, same_width
 from megalite_kernels.attention_parts import attend, part_gradients
 from megalite_kernels.attention_sink import sink_gradient, with_sink
 from megalite_kernels.dropout_mask import DropoutMask
@@ -198,6 +198,10 @@ class ContextParallelCore:
     ) -> Tensor:
         """Compute attention, as `LocalCore.__call__` does. `mask`: a `SampleMask`."""
         assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
+        if query.shape[-1] != (width := value.shape[-1]):  # keys and values travel in one tensor
+            query, key, value = same_width(query, key, value)
+            output = self(query, key, value, mask, layout, random, sink)
+            return output.unflatten(-1, (-1, query.shape[-1]))[..., :width].flatten(2)
         size = self.head_exchange.size
         if size == 1:
             return self._attend(query, key, value, mask, layout, random, sink)

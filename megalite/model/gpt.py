@@ -87,7 +87,7 @@ class GPT(StageModule):
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.mixer == "attention"))
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.attends))
         self.head = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
@@ -250,7 +250,7 @@ class GPT(StageModule):
         return mask
 
     def _goes_in_blocks(self, device: torch.device, run: int) -> bool:
-        return goes_in_blocks(device, self.dtype, run, self.config.head_dim, self._attention_dropout)
+        return goes_in_blocks(device, self.dtype, run, self.config.score_width, self._attention_dropout)
 
     @property
     def _attention_dropout(self) -> float:

@@ -19,11 +19,13 @@ from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta
 from megalite.model.kimi_delta import KimiDelta
+from megalite.model.latent_attention import LatentAttention, LatentSizes
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
+from megalite.model.rotary import growth_of_scores
 from megalite.model.router import Router
 from megalite.model.short_convolution import ShortConvolution
 from megalite.parallel.context import ParallelContext
@@ -111,6 +113,41 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
     )
 
 
+def make_latent_attention(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute
+) -> LatentAttention:
+    """Make the latent attention of a layer from the network's configuration."""
+    number, _ = config.numbers[layer]
+    assert number is not None
+    sizes = LatentSizes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query_rank=config.q_lora_rank,
+        rank=config.kv_lora_rank,
+        key_width=config.qk_head_dim,
+        rotated=config.qk_pos_emb_head_dim,
+        value_width=config.v_head_dim,
+        scale=growth_of_scores(config) / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim),
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        output_bias=config.add_bias_linear,
+        cap=config.attn_logit_softcapping,
+        dropout=config.attention_dropout,
+        output_gate=config.attention_output_gate,
+    )
+    epsilon = config.norm_epsilon if config.latent_norm_epsilon is None else config.latent_norm_epsilon
+    norm = functools.partial(make_norm(config), eps=epsilon, decays=config.apply_wd_to_qk_layernorm)
+    return LatentAttention(
+        context,
+        f"layers.{number}.latent_attention",
+        sizes,
+        norm=norm if config.qk_layernorm else None,
+        layer=number,
+        way=context.attention_ways[layer % len(context.attention_ways)],
+        recompute=recompute.attention,
+    )
+
+
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
     """Return the sizes of layers of this inner width."""
     std, output_std = config.init_method_std, config.output_init_std
@@ -161,6 +198,9 @@ def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, str, Rec
 
 LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "latent_attention": LayerKind(
+        make_latent_attention, "latent_attention_norm", "latent_attention_output_norm", "latent attention output"
+    ),
     "mamba": mixer_kind("mamba", Mamba.of),
     "gated_delta": mixer_kind("gated_delta", GatedDelta.of),
     "kimi_delta": mixer_kind("kimi_delta", KimiDelta.of),

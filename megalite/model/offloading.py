@@ -12,6 +12,7 @@ from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadMo
 from megalite.model.attention import Attention
 from megalite.model.block import Block
 from megalite.model.gpt import GPT
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import Experts, MoE
 from megalite.model.recurrent import RecurrentCore
 from megalite.offload.activations import ActivationOffload, around, within_module
@@ -126,8 +127,9 @@ def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
     """Return the modules of a layer that may offload what they save. Recurrent layers have the parts of attention."""
     found: dict[OffloadModule, nn.Module | None] = {"attn_norm": block.input_norm, "mlp_norm": block.mlp_norm}
     mixer: Any = block.attention
-    if isinstance(mixer, Attention):
-        found |= {"qkv_linear": mixer.query_key_value, "core_attn": mixer, "attn_proj": mixer.output}
+    if isinstance(mixer, Attention | LatentAttention):
+        first = mixer.query_key_value if isinstance(mixer, Attention) else mixer.down
+        found |= {"qkv_linear": first, "core_attn": mixer, "attn_proj": mixer.output}
     elif isinstance(core := getattr(mixer, "core", None), RecurrentCore):
         found |= {"qkv_linear": mixer.input, "core_attn": core, "attn_proj": mixer.output}
     if isinstance(block.mlp, MoE):
@@ -138,7 +140,7 @@ def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
 def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadModule) -> None:
     """Let a module of a layer offload what it saves."""
     module = _modules_of(_block(layer))[name]
-    if isinstance(module, Attention):
+    if isinstance(module, Attention | LatentAttention):
         module.core = _OffloadedCore(offload, module.core)
     elif isinstance(module, RecurrentCore):
         module.run = within_module(offload, module.run)  # type: ignore[method-assign]

@@ -126,6 +126,29 @@ class _RowParallel(torch.autograd.Function):
         return input_gradient, accumulate_grad(ctx.weight, product), None, None, None
 
 
+class _SharedByHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return collectives.all_gather(input, group) if sequence_parallel else input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0].contiguous()
+        if ctx.sequence_parallel:
+            return collectives.reduce_scatter(gradient, ctx.group), None, None
+        return collectives.all_reduce_async_(gradient.clone(), ctx.group).wait(), None, None
+
+
+def shared_by_heads(input: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """Return [sequence, batch, width] for the heads of each rank, from [sequence (/ size), batch, width].
+
+    Its gradient is the sum of those of all ranks' heads.
+    """
+    output: Tensor = _SharedByHeads.apply(input, group, sequence_parallel)
+    return output
+
+
 def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return matrix.split([weight.shape[0] for weight in weights], dim=-1)
 
@@ -146,6 +169,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         use: int = 0,
         adds_bias: bool = True,
+        input_is_shared: bool = False,
     ) -> None:
         """Make the layer.
 
@@ -154,14 +178,16 @@ class ColumnParallelLinear(nn.Module):
             weights: the placement of each weight; or, for a weight tied to another layer's, that `Parameter`.
             use: the number of this use, if the weight is tied.
             adds_bias: False if the next operation adds `bias` instead of this layer.
+            input_is_shared: the input has all tokens and comes from `shared_by_heads`, which sums its gradient.
         """
         super().__init__()
         self.weights = nn.ParameterList(
             [weight if isinstance(weight, Parameter) else context.parameter(weight) for weight in weights]
         )
         self.biases = nn.ParameterList(map(context.parameter, biases))
-        self.group, self.use, self.adds_bias = context.group(outputs), use, adds_bias
-        self.sequence_parallel = context.sequence_parallel
+        alone = Group((context.mesh.rank,), 0)
+        self.group, self.use, self.adds_bias = alone if input_is_shared else context.group(outputs), use, adds_bias
+        self.sequence_parallel = context.sequence_parallel and not input_is_shared
 
     @property
     def bias(self) -> Tensor | None:

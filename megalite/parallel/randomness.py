@@ -32,6 +32,7 @@ SITES = {
     "gated delta output": 5,
     "short convolution output": 6,
     "kimi delta output": 7,
+    "latent attention output": 8,
 }
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 

@@ -169,7 +169,7 @@ def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
     layers = Counter(
         (layer.keys_before, way.head_ranks)
         for layer, way in zip(config.model.layers, ways, strict=False)
-        if layer.mixer == "attention"
+        if layer.attends
     )
     return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), layers)
 

@@ -39,6 +39,13 @@ DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4,
 """Sizes of the gated delta net: (heads of keys, of values, width of each, tokens of the convolution)."""
 KIMI = {"grouped": (8, 3, 4, None), "wide": (4, 6, 2, -5.0), "plain": (1, 4, 4, None), "shared": (4, 2, 4, -1.0)}
 """Sizes of Kimi delta attention: (heads, width, tokens of the convolution, lower bound of the decay)."""
+LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
+    "narrow values": (6, 8, 4, 2, 3),
+    "wide values": (None, 5, 2, 4, 9),
+    "equal": (4, 6, 3, 2, 5),
+    "few": (3, 2, 4, 4, 6),
+}
+"""Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
@@ -136,6 +143,8 @@ class Cell:
     output_gate: bool = False  # of attention
     no_rope_freq: str | None = None  # layers without rotary positions
     output_norm_freq: str | None = None  # layers with norms behind their halves
+    latents: str | None = None  # attention over latents of these sizes
+    yarn: bool = False  # with factors of the scores
     softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
@@ -321,6 +330,30 @@ def make_cell(row: Row, **rest: Any) -> Cell:
 
 
 def model_config(cell: Cell) -> ModelConfig:
+    latents = {} if cell.latents is None else latent_options(cell)
+    return replace(_plain_model(cell), **latents) if latents else _plain_model(cell)
+
+
+def latent_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of a network with latent attention that others do not have."""
+    query_rank, rank, keys, rotated, values = LATENTS[cell.latents or ""]
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}
+    return {
+        "multi_latent_attention": cell.pattern is None,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": rank,
+        "qk_head_dim": keys,
+        "qk_pos_emb_head_dim": rotated,
+        "v_head_dim": values,
+        "latent_norm_epsilon": 1e-3 if cell.qk_layernorm else None,
+        "kv_channels": None,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        **(yarn | {"yarn_original_max_position_embeddings": 64} if cell.yarn else {}),
+    }
+
+
+def _plain_model(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
     gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
@@ -473,6 +506,7 @@ def network(cell: Cell) -> Network:
         convolution=CONVOLUTION[cell.recurrent],
         kimi=KIMI[cell.recurrent],
         router_bias=oss,
+        latents=None if cell.latents is None else LATENTS[cell.latents],
     )
 
 
@@ -513,6 +547,10 @@ def oracle(cell: Cell) -> Oracle:
     if cell.no_rope_freq is not None:
         plain = oracle(replace(cell, no_rope_freq=None))
         return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
+    if cell.latents is not None:
+        found = replace(oracle(replace(cell, latents=None)), latent_epsilon=1e-3 if cell.qk_layernorm else None)
+        yarn = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original": 64, "yarn_mscales": (0.7, 0.4)}
+        return replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)

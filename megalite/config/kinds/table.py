@@ -11,6 +11,7 @@ from megalite.config.kinds.experts import EXPERTS
 from megalite.config.kinds.gated_delta import GATED_DELTA
 from megalite.config.kinds.kimi_delta import KIMI_DELTA
 from megalite.config.kinds.kind import Kind, Split
+from megalite.config.kinds.latent_attention import LATENT_ATTENTION
 from megalite.config.kinds.mamba import MAMBA
 from megalite.config.kinds.short_convolution import SHORT_CONVOLUTION
 from megalite.config.layer_specs import FeedForward, Mixer
@@ -18,6 +19,7 @@ from megalite.config.model import ModelConfig
 
 KINDS: dict[Mixer | FeedForward, Kind] = {
     "attention": ATTENTION,
+    "latent_attention": LATENT_ATTENTION,
     "dense": DENSE,
     "moe": EXPERTS,
     "mamba": MAMBA,

@@ -225,11 +225,12 @@ class LowerBounds:
             forward += max(self.prices.product((1, count, columns, inner), dtype), reading)
             backward += max(self.prices.product((1, count, inner, columns), dtype), reading)
             backward += max(self.prices.product((1, columns, inner, count), dtype), adding)
-        if spec.mixer == "attention" and spec.keys_before is None:
+        if spec.attends and spec.keys_before is None:
             shape = layout.micro_batch * model.num_attention_heads // tensor, self._length // layout.context
-            scores = shape[0] * shape[1] * self._length * model.head_dim
+            width = model.score_width
+            scores = shape[0] * shape[1] * self._length * width
             for name, halves in (("attention", 2), ("attention_backward", 5)):
-                kernel = Operation(name, "attention", (*shape, self._length, model.head_dim), halves * scores, 0, dtype)
+                kernel = Operation(name, "attention", (*shape, self._length, width), halves * scores, 0, dtype)
                 seconds = self.prices.operation(kernel).attention
                 forward, backward = (forward + seconds, backward) if halves == 2 else (forward, backward + seconds)
         norms = 2 * len(spec.kinds) * tokens * hidden // (tensor if layout.sequence else 1)
