@@ -132,7 +132,7 @@ class Script(Declarations):
         kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
         sourced, moved, exports_all = self._sourced, self._moved, self._exports_all
         self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
-        self._locals = [set(each) for each in kept[3]]
+        self._locals = [dict(each) for each in kept[3]]
         with self._ended_by("return", "exit"):
             yield
         self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
@@ -340,14 +340,14 @@ class Script(Declarations):
         self._shifted, self._moved = 0, None
         self._exported |= added
         self._calls += 1
-        self._locals.append(set(own))
+        self._locals.append({name: outer.get(name) for name in own})
         with self._ended_by("return"):
             status = self._run_whole([body])
-        mine = self._locals.pop() | {name for name in {*self._variables, *outer} if name.isdecimal()}
+        mine = self._locals.pop() | {name: outer.get(name) for name in {*self._variables, *outer} if name.isdecimal()}
         self._calls -= 1
         self._exported -= added
         after = {name: value for name, value in self._variables.items() if name not in mine}
-        self._variables = after | {name: value for name, value in outer.items() if name in mine}
+        self._variables = after | {name: value for name, value in mine.items() if value is not None}
         self._shifted, self._moved = shifted, moved
         return status
 

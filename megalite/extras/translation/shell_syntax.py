@@ -71,8 +71,7 @@ def parse(text: str, line: int | None = None) -> Node:
     stop = time.process_time() + _SECONDS
     try:
         tree = library.Parser(library.Language(grammar.language())).parse(
-            lambda at, _: source[at : at + 65536],
-            progress_callback=lambda _at, _error: time.process_time() > stop,
+            lambda at, _: source[at : at + 65536], progress_callback=lambda _at, _error: time.process_time() > stop
         )
     except ValueError:
         raise ConfigurationError(f"cannot be read as a shell script within {_SECONDS:.0f} seconds") from None

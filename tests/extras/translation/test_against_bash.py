@@ -373,6 +373,18 @@ def difference(text: str, folder: Path) -> str:
         "A=1; if true; then : ${1:=d}; A=2; fi",
         "A=1; if true; then : ${@:=d}; A=2; fi",
         "A=3; A=\u00a0$A",
+        "A=1; C=a.b; if true; then : $((C)); A=2; fi",
+        "A=1; C=a.b; if true; then : $((C*=2)); A=2; fi",
+        "A=1; if true; then : $((1/0)); A=2; fi",
+        "A=1; if true; then : $((A/D)) ${L[1/0]}; A=2; fi",
+        "A=1; if true; then : $((08)); A=2; fi",
+        "A=1; if true; then : $((A+D=4)); A=2; fi",
+        "A=1; if true; then : $((2**-1)); A=2; fi",
+        "A=3; f() { A=x A=y; declare -i A=1; }; f",
+        "A=1; f() { A=2; local A=3; }; f",
+        "f() { A=2; local A; A=3; }; A=1; E=9 f",
+        "L=(1); f() { local L=(9); }; f; A=${L[0]}",
+        "A=1; f() { if [ -f /nonexistent ]; then local A; fi; A=2; }; f",
     ],
 )
 def test_what_is_not_followed_is_no_complete_command(text: str, tmp_path: Path) -> None:
