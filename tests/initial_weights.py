@@ -84,7 +84,7 @@ class Network:
     kimi: tuple[int, int, int, float | None] = (0, 0, 0, None)  # heads, width, taps, bound of the decay
     router_bias: bool = False
     latents: tuple[int | None, int, int, int, int] | None = None
-    """Of latent attention, in the place of attention: rank of queries and of the rest, width of keys, of what is
+    """Sizes of latent attention, in the place of attention: rank of queries and of the rest, width of keys, of what is
     rotated, of values."""
 
     @property

@@ -177,7 +177,7 @@ class Oracle(Rotary):
         visible: Tensor,
         dropped: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """What a layer of latent attention adds, before dropout."""
+        """The output of a layer of latent attention, before dropout."""
         name = layer + "latent_attention"
         epsilon = self.norm_epsilon if self.latent_epsilon is None else self.latent_epsilon
         attended = latent_attention(

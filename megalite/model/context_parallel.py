@@ -9,7 +9,7 @@ own keys and values, the output and the log-sum-exp, and no scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
+from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
@@ -33,6 +34,38 @@ from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.products import rounded
 
 
+class Expansion:
+    """Function that makes keys and values of latents that travel in their place, with its weight.
+
+    In backward it does so once more, and adds up the gradients of the weight.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
+        """`function`: of latents [1, batch, 1, tokens, width] and the weight; [2, batch, heads, tokens, width]."""
+        self.function, self.weight = function, weight
+        self._sum: Tensor | None = None
+
+    def again(self, block: Tensor) -> Tensor:
+        """Return the keys and values of a block of latents, in backward."""
+        self._inputs = block.detach().requires_grad_(), self.weight.detach().requires_grad_()
+        with torch.enable_grad():
+            self._made = self.function(*self._inputs)
+        return self._made.detach()
+
+    def gradient(self, of_made: Tensor) -> Tensor:
+        """Return the gradient of the last block, given that of its keys and values, in fp32 or wider."""
+        of_block, of_weight = torch.autograd.grad(self._made, self._inputs, of_made.to(self._made.dtype))
+        of_weight = of_weight.to(of_made.dtype)
+        self._sum = of_weight if self._sum is None else self._sum.add_(of_weight)
+        return of_block.to(of_made.dtype)
+
+    def of_weight(self) -> Tensor | None:
+        """Hand over the gradient of the weight to its buffer, or return it where it has none."""
+        assert self._sum is not None
+        total, self._sum = self._sum.to(self.weight.dtype), None
+        return accumulate_grad(self.weight, DenseGradient(total)) if isinstance(self.weight, Parameter) else total
+
+
 class _Calls(NamedTuple):
     """Arguments of attention by parts, other than tensors of the graph.
 
@@ -41,6 +74,7 @@ class _Calls(NamedTuple):
         groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
         length: number of tokens of the sample.
+        expansion: makes keys and values of what travels in their place; None: they travel themselves.
     """
 
     rounds: Sequence[MaskedRound]
@@ -50,6 +84,7 @@ class _Calls(NamedTuple):
     cap: float | None
     dropout: DropoutMask | None
     length: int
+    expansion: Expansion | None = None
 
     def draw(self, query: Tensor) -> Tensor | None:
         """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
@@ -72,7 +107,9 @@ class _Calls(NamedTuple):
 
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, sink: Tensor | None, calls: _Calls) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, travelling: Tensor, weight: Tensor | None, sink: Tensor | None, calls: _Calls
+    ) -> Tensor:
         """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
@@ -80,8 +117,10 @@ class _AttentionByParts(torch.autograd.Function):
         output = torch.zeros(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
         lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
-        prepared, drawn = calls.exchange.prepare(key_value), calls.draw(query)
+        prepared, drawn = calls.exchange.prepare(travelling), calls.draw(query)
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+            if (expansion := calls.expansion) is not None:
+                block = expansion.function(block, expansion.weight)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
                 options = calls.options(keys, part, drawn, query.device)
@@ -104,8 +143,10 @@ class _AttentionByParts(torch.autograd.Function):
         (query, prepared, output, lse, sink), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
-        drawn = calls.draw(query)
+        drawn, expansion = calls.draw(query), calls.expansion
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+            if expansion is not None:
+                block = expansion.again(block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -125,9 +166,10 @@ class _AttentionByParts(torch.autograd.Function):
                         place += of_keys
                     else:
                         place.index_add_(1, calls.groups, of_keys.to(place.dtype))
-            total.add(of_block)
+            total.add(of_block if expansion is None else expansion.gradient(of_block))
         of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
-        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_sink, None
+        of_weight = None if expansion is None else expansion.of_weight()
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None
 
 
 def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
@@ -222,10 +264,44 @@ class ContextParallelCore:
         sink: Tensor | None,
     ) -> Tensor:
         """Compute attention over the other ranks' keys, by parts where the mask and the device allow it."""
-        inner = self.inner
         if self.others.size == 1:
-            return inner(query, key, value, mask.of_whole, layout, random, sink)
-        dropout = None
+            return self.inner(query, key, value, mask.of_whole, layout, random, sink)
+        key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
+        return self._by_parts(query, key_value, mask, layout, random, sink)
+
+    def attend_to_latents(
+        self,
+        query: Tensor,
+        latents: Tensor,
+        expansion: Expansion,
+        mask: Mask | SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+    ) -> Tensor:
+        """Compute attention to keys and values that each rank makes of all ranks' latents. No heads are exchanged.
+
+        Args:
+            query: [tokens, batch, heads, width].
+            latents: those of this rank's tokens, [tokens, batch, latent width].
+
+        Returns:
+            Weighted values, [tokens, batch, heads * width].
+        """
+        assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
+        return self._by_parts(query, latents.transpose(0, 1)[None, :, None], mask, layout, random, expansion=expansion)
+
+    def _by_parts(
+        self,
+        query: Tensor,
+        travelling: Tensor,
+        mask: SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+        sink: Tensor | None = None,
+        expansion: Expansion | None = None,
+    ) -> Tensor:
+        """Compute attention to what travels [2 or 1, batch, groups or 1, tokens, width] as it arrives."""
+        inner, dropout = self.inner, None
         if random is not None and inner.dropout > 0.0:
             dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
         calls = _Calls(
@@ -236,9 +312,10 @@ class ContextParallelCore:
             inner.cap,
             dropout,
             layout.length,
+            expansion,
         )
-        key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
-        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, sink, calls)
+        weight = None if expansion is None else expansion.weight
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _exchange_heads(

@@ -20,20 +20,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import StageCache
-from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.context_parallel import ContextParallelCore, Expansion
 from megalite.model.norm import LayerNorm
+from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, shared_by_heads
 from megalite.parallel.placement import stacked
-from megalite.parallel.randomness import Site
+from megalite.parallel.randomness import RandomKey, Site
+from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated, soft_cap
+from megalite_kernels.attention import Mask
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -78,9 +82,9 @@ class LatentSizes:
 
 
 class LatentAttention(nn.Module):
-    """Causal attention over latents.
+    """Causal attention over latents, with neighbouring channels of the rotated part as a pair.
 
-    Input and output are [sequence (/ size under sequence parallelism), batch, hidden]. Neighbouring channels of the rotated part are a pair.
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
     def __init__(
@@ -122,8 +126,13 @@ class LatentAttention(nn.Module):
             recompute=recompute,
         )
         self.core: Callable[..., Tensor] = local
+        self.travelling: ContextParallelCore | None = None
+        """The core to whose other ranks latents travel, and not the keys and values that they would make of them."""
         if context.mesh.size("cp") > 1:
-            self.core = ContextParallelCore(local, context, way or AttentionWay())
+            self.core = core = ContextParallelCore(local, context, way or AttentionWay())
+            width = max(sizes.query_width, sizes.value_width)
+            if core.head_exchange.size == 1 and sizes.rank + sizes.rotated < 2 * self.heads * width:
+                self.travelling = core
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: LatentSizes) -> None:
         """Make the matrices: downs together, those of the layer's input to the heads together, ups and output apart."""
@@ -169,6 +178,7 @@ class LatentAttention(nn.Module):
         return list(getattr(self.core, "inside", ()))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """Apply attention. With a cache, tokens also attend to the cached ones."""
         query, gate, latent, rotated_key = self._project(hidden, context)
         mask = context.masks[None]
         kept = None
@@ -179,8 +189,11 @@ class LatentAttention(nn.Module):
             assert mask is None or isinstance(mask, Tensor)
             mixed = self._absorbed(query, kept, mask)
         else:
-            random = context.key if self.training else None
-            mixed = self.core(query, *self._of_heads(latent, rotated_key), mask, context.layout, random)
+            arguments = mask, context.layout, context.key if self.training else None
+            if self.travelling is None:
+                mixed = self.core(query, *self._of_heads(latent, rotated_key), *arguments)
+            else:
+                mixed = self._travelled(query, torch.cat([latent, rotated_key], dim=-1), *arguments)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -221,6 +234,27 @@ class LatentAttention(nn.Module):
         of_heads = self.key_value_up(latent).unflatten(-1, (self.heads, sizes.key_width + sizes.value_width))
         key, value = of_heads.split([sizes.key_width, sizes.value_width], dim=-1)
         return torch.cat([key, rotated_key.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1), value
+
+    def _travelled(
+        self, query: Tensor, latents: Tensor, mask: Mask | SampleMask, layout: SequenceLayout, random: RandomKey | None
+    ) -> Tensor:
+        """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""
+        sizes = self.sizes
+        width = max(sizes.query_width, sizes.value_width)
+
+        def expand(block: Tensor, weight: Tensor) -> Tensor:
+            latent, rotated_key = block[0, :, 0].split([sizes.rank, sizes.rotated], dim=-1)
+            of_heads = F.linear(latent, weight).unflatten(-1, (self.heads, sizes.key_width + sizes.value_width))
+            key, value = of_heads.split([sizes.key_width, sizes.value_width], dim=-1)
+            rest = rotated_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
+            key = F.pad(torch.cat([key, rest], dim=-1), (0, width - sizes.query_width))
+            return torch.stack([key, F.pad(value, (0, width - sizes.value_width))]).transpose(2, 3)
+
+        assert self.travelling is not None
+        query = F.pad(query, (0, width - sizes.query_width))
+        expansion = Expansion(expand, self.key_value_up.weights[0])
+        output = self.travelling.attend_to_latents(query, latents, expansion, mask, layout, random)
+        return output.unflatten(-1, (self.heads, width))[..., : sizes.value_width].flatten(2)
 
     def _absorbing_is_less(self, queries: int, keys: int) -> bool:
         """Tell if so many queries over so many keys take fewer products with the latents as keys and values."""

@@ -27,6 +27,7 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
 from megalite.model.heads_norm import HeadsNorm
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.optim.buckets import Bucket
@@ -44,6 +45,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (Convolution, "begin"),
     (Convolution, "convolve"),
     (HeadsNorm, "forward"),
+    (LatentAttention, "forward"),  # messages, and products that autograd does not see
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),

@@ -145,6 +145,7 @@ class Cell:
     output_norm_freq: str | None = None  # layers with norms behind their halves
     latents: str | None = None  # attention over latents of these sizes
     yarn: bool = False  # with factors of the scores
+    without_positions: bool = False  # for latents: neither a table nor a rotation
     softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
@@ -350,6 +351,7 @@ def latent_options(cell: Cell) -> dict[str, Any]:
         "group_query_attention": False,
         "num_query_groups": 1,
         **(yarn | {"yarn_original_max_position_embeddings": 64} if cell.yarn else {}),
+        **({"position_embedding_type": "none"} if cell.without_positions else {}),
     }
 
 
@@ -550,7 +552,8 @@ def oracle(cell: Cell) -> Oracle:
     if cell.latents is not None:
         found = replace(oracle(replace(cell, latents=None)), latent_epsilon=1e-3 if cell.qk_layernorm else None)
         yarn = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original": 64, "yarn_mscales": (0.7, 0.4)}
-        return replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
+        found = replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
+        return replace(found, position_embedding_type="none") if cell.without_positions else found
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)
