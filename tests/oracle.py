@@ -35,9 +35,8 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
-from tests.latent_oracle import latent_attention
+from tests.latent_oracle import Latents
 from tests.mixers_oracle import Mixers
-from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
@@ -62,12 +61,10 @@ NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Oracle(Rotary):
+class Oracle(Latents):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
-    norm_epsilon: float = 1e-5
-    latent_epsilon: float | None = None  # of norms of latents, if it is another
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
     glu_offset: float = 0.0  # of the up projection
@@ -79,7 +76,6 @@ class Oracle(Rotary):
     residual_scale: float = 1.0  # of what each layer adds
     logit_divisor: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
-    score_cap: float = math.inf
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
@@ -148,7 +144,7 @@ class Oracle(Rotary):
         if (number := halves[0]) is not None:
             layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
             if layer + "latent_attention.output" in weights:
-                attended = self.latent_attention(weights, layer, hidden, positions, visible, dropped)
+                attended = self.latent_layer(weights, layer + "latent_attention", hidden, positions, visible, dropped)
                 hidden = hidden + self.residual_scale * dropout.drop(attended, dropout.hidden, number, 8)
             else:
                 normed = self.norm_of_input(weights, layer + "input_norm", hidden)
@@ -167,32 +163,6 @@ class Oracle(Rotary):
                 transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
             hidden = hidden + self.residual_scale * dropout.transformed(number, transformed)
         return hidden
-
-    def latent_attention(
-        self,
-        weights: Weights,
-        layer: str,
-        hidden: Tensor,
-        positions: Tensor,
-        visible: Tensor,
-        dropped: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """The output of a layer of latent attention, before dropout."""
-        name = layer + "latent_attention"
-        epsilon = self.norm_epsilon if self.latent_epsilon is None else self.latent_epsilon
-        attended = latent_attention(
-            weights,
-            name + ".",
-            self.norm_of_input(weights, name + "_norm", hidden),
-            positions,
-            visible,
-            rotary=replace(self, rotary_interleaved=True, rotary_percent=1.0),
-            norm=functools.partial(replace(self, norm_epsilon=epsilon).norm, weights),
-            capped=functools.partial(capped, cap=self.score_cap),
-            dropped=dropped,
-        )
-        behind = name + "_output_norm"
-        return self.norm(weights, behind, attended) if behind + ".weight" in weights else attended
 
     def recurrent(
         self, weights: Weights, letter: str, number: int, hidden: Tensor, documents: Tensor | None, dropout: Dropout
@@ -238,7 +208,7 @@ class Oracle(Rotary):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
-        scores = capped(scores, self.score_cap)
+        scores = self.capped(scores)
         scores = scores.masked_fill(~visible, -math.inf)
         if self.off_by_one or name + "sink" in weights:
             sink = weights.get(name + "sink", scores.new_zeros(heads))

@@ -146,7 +146,9 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         yarn = [name for name in values if name.startswith("yarn_")]
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
     elif model.yarn_attention_factor is not None:
-        values |= dict.fromkeys(("mscale", "mscale_all_dim"))
+        values["mscale"] = None
+        if not model.has_latents:  # whose scores it also scales
+            values["mscale_all_dim"] = None
     values["moe_router_load_balancing_type"] = "quantile_balancing" if model.balances_by_quantiles else "another"
     values["moe_layer_freq"] = [kind == "moe" for layer in model.layers for kind in layer.kinds]
     if model.num_experts is None:

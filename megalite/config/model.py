@@ -66,7 +66,8 @@ class ModelConfig:
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """Position embeddings: a learned table, rotary embeddings, rotary embeddings scaled by YaRN, or none."""
+    """Position embeddings: a learned table (of latent attention, rotary embeddings, too), rotary embeddings, rotary
+    embeddings scaled by YaRN, or none."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: ShareAboveZero = 1.0
@@ -314,8 +315,9 @@ class ModelConfig:
 
     @property
     def rotary(self) -> bool:
-        """True if queries and keys are rotated by their position."""
-        return self.position_embedding_type in ("rope", "yarn")
+        """True if queries and keys are rotated by position, as those of latents are beside a table, too."""
+        kind = self.position_embedding_type
+        return kind in ("rope", "yarn") or (kind == "learned_absolute" and self.has_latents)
 
     @property
     def rotated_channels(self) -> int:

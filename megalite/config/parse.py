@@ -17,6 +17,7 @@ from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_pattern
 from megalite.config.megatron_flags import Note
+from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -72,6 +73,7 @@ def parse_arguments(
     notes: list[Note] = []
     problems: list[str] = []
     given: set[str] = set()
+    rope_type: str | None = None
     for flag, values in flag_groups(argv):
         try:
             refuse_blank(flag, values)
@@ -82,6 +84,7 @@ def parse_arguments(
                 continue
             given.add(megatron_flags.tables()["aliases"].get(flag, flag))
             found, note = _settle(flag, values)
+            rope_type = values[0] if flag == megatron_flags.ROPE_TYPE else rope_type
             (shorthands if flag in megatron_flags.tables()["shorthands"] else fields).update(found)
             notes += [note] if note else []
         except ConfigurationError as error:
@@ -125,7 +128,10 @@ def parse_arguments(
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
         notes.append(Note("--reset-attention-mask", why))
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
-    config, idle = without_idle_flags(_applied_last(config, given))
+    config = _applied_last(config, given)
+    rotated = with_megatrons_rotation(config.model, rope_type)
+    notes += latent_notes(config.model, rotated, rope_type, given)
+    config, idle = without_idle_flags(replace(config, model=rotated))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     of_flags = map(as_installed, megatron_flags.note_lines(notes))
     return ParsedArguments(config, (*of_flags, *idle, *warnings))
@@ -163,7 +169,7 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     if set(given).intersection(megatron_flags.USE_FSDP) and parallel.data_parallel_sharding_strategy is None:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
-        model = replace(model, position_embedding_type="none")
+        model = replace(model, position_embedding_type="rope" if model.has_latents else "none")
     by_tanh = has_exact_form(model.activation) and not {"openai-gelu", "no-exact-gelu"} & set(given)
     without_bias = not {"disable-bias-linear", "no-add-bias-linear"}.isdisjoint(given) and not model.geglu
     if by_tanh and (megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias):
@@ -204,6 +210,9 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
     flag = tables["aliases"].get(flag, flag)
     if flag in megatron_flags.APPLIED_LAST:
         _refuse_values(flag, values)
+        return {}, None
+    if flag == megatron_flags.ROPE_TYPE:
+        field_value(flag, RopeType, values)
         return {}, None
     name, places = flag.replace("-", "_"), fields_by_name()
     if name in places:

@@ -101,6 +101,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         since = f", since {_why_no_attention(config.model)}"
         yield "model", OF_ATTENTION, since
         yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
+    if config.model.has_latents:
+        yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
+        if config.model.position_embedding_type == "rope" and config.model.rotary_scaling_factor == 1:
+            yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if config.model.hybrid_layer_pattern is not None:

@@ -140,8 +140,8 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
         yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
     if model.rotary_base <= 1:
         yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
-    if model.yarn_beta_fast <= slow:
-        yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
+    if model.yarn_beta_fast < slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast} is below --yarn-beta-slow {slow}"
     if original is not None and original < 2 * math.pi * slow:
         yield f"nothing turns --yarn-beta-slow {slow} times over --yarn-original-max-position-embeddings {original}"
 

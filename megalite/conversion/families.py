@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megalite.conversion import block_fp8, mxfp4
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
+from megalite.conversion.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR
 from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
@@ -247,6 +249,7 @@ _M2_EXPERTS = _with_experts(
         keys.num_experts("num_local_experts", "num_experts"),
         keys.several_experts("num_experts_per_tok", 8),
         fixed("router_jitter_noise", 0.0),
+        block_fp8.quantization(),
         keys.rotated_channels("rotary_dim", "head_dim", 128),
         position=rotary(share="partial_rotary_factor", default_base=5_000_000.0),
         rules=_ONE_NORM_RULES,
@@ -257,6 +260,7 @@ MINIMAX_M2 = replace(
     _M2_EXPERTS,
     rules=(*_M2_EXPERTS.rules, _bias_beside_router("model.layers.{layer}.block_sparse_moe")),
     rewritten=(*_M2_EXPERTS.rewritten, _bias_beside_router(MLP)),
+    unpack=block_fp8.unpacked,
 )
 
 _INTERLEAVED = (
@@ -298,7 +302,7 @@ GPT_OSS = Family(
     | {"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "moe_router_bias": True}
     | {"softmax_type": "learnable"},
     (*_LLAMA_RULES, *_GPT_OSS_EXPERTS),
-    mxfp4=True,
+    unpack=lambda stored, _: mxfp4.unpacked(stored),
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
@@ -434,7 +438,7 @@ GPT_NEOX = Family(
         *ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
     ),
     prefixes={"": "gpt_neox."},
-    renamed={"lm_head.weight": "embed_out.weight"},
+    renamed={r"lm_head\.weight": "embed_out.weight"},
     head="embed_out.weight",
     buffers=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
@@ -443,11 +447,9 @@ FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMO2, OLMOE, MINIMAX_M2, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
     *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
-LACKING = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
-}
+LACKING = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention")
 """Model types that are refused, with the parts of the network that megalite lacks."""

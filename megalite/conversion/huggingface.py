@@ -127,7 +127,10 @@ def family_of(folder: Path, config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
-        if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
+        if config.get("model_type") in (family.name, *family.other_names) and architectures in (
+            [],
+            [family.architecture],
+        ):
             return family
     if (lacking := LACKING.get(str(config.get("model_type")))) is not None:
         raise CheckpointError(f"{folder / 'config.json'} is {config['model_type']}, for which megalite lacks {lacking}")

@@ -28,8 +28,8 @@ def numbers_by_layer(model: ModelConfig, halves: int) -> list[dict[str, int]]:
     return found
 
 
-def recurrent_axis_lengths(model: ModelConfig) -> dict[str, int]:
-    """Return the length of each axis of recurrent layers' weights, by name."""
+def further_axis_lengths(model: ModelConfig) -> dict[str, int]:
+    """Return the length of each axis of the weights of recurrent layers and of latent attention, by name."""
     heads, width, groups, state = (
         model.mamba_heads,
         model.mamba_head_dim,
@@ -58,4 +58,15 @@ def recurrent_axis_lengths(model: ModelConfig) -> dict[str, int]:
         "values_by_key": values // keys,
         "rows_by_key": 2 * key_width + 2 * (values // keys) * value_width,
         "gates_by_key": 2 * (values // keys),
+        "kimi_heads": model.kda_num_heads,
+        "kimi_width": model.kda_head_dim,
+        "kimi_rank": model.kda_head_dim,
+        "kimi_channels": 3 * model.kda_num_heads * model.kda_head_dim,
+        "kimi_taps": model.kda_conv_kernel_dim,
+        "query_rank": model.q_lora_rank or 0,
+        "latent_rank": model.kv_lora_rank,
+        "latent_rows": model.kv_lora_rank + model.qk_pos_emb_head_dim,
+        "query_width": model.qk_head_dim + model.qk_pos_emb_head_dim,
+        "key_and_value": model.qk_head_dim + model.v_head_dim,
+        "latent_value": model.v_head_dim,
     }

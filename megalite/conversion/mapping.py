@@ -23,13 +23,15 @@ from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
-from megalite.conversion.layers_of_files import numbers_by_layer, recurrent_axis_lengths
+from megalite.conversion.layers_of_files import further_axis_lengths, numbers_by_layer
 from megalite.conversion.opened import cast_to
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
 Index = tuple[int | slice | None, ...]
 View = Callable[[Tensor], Tensor]
+Stored = Mapping[str, tuple[Kind, Callable[[], Tensor]]]
+"""Tensors of files by name, each with the function that reads it."""
 _MOST_PROBLEMS = 5
 """Maximum number of problems in a message. There is one per tensor, and often all have the same cause."""
 
@@ -120,8 +122,9 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "expert_ffn": model.expert_ffn_size,
         "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
+        "1": 1,
         "one": 1,
-        **recurrent_axis_lengths(model),
+        **further_axis_lengths(model),
         "vocabulary": model.vocab_size or 0,
         "positions": model.max_position_embeddings or 0,
         "two": 2,
@@ -202,7 +205,8 @@ def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str |
 
 
 def _arranged(values: Tensor, pattern: str, lengths: Mapping[str, int]) -> Tensor:
-    return rearrange(values, pattern, **{name: lengths[name] for names in axes_of(pattern) for name in names})
+    named = {name for names in axes_of(pattern) for name in names} - {"1"}
+    return rearrange(values, pattern, **{name: lengths[name] for name in named})
 
 
 class Files(Protocol):

@@ -57,9 +57,14 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         what = f"the arguments in {folder} describe a network that megalite does not support"
         raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
-    if isinstance(opened, Legacy) and (model.num_experts is not None or model.hybrid_layer_pattern is not None):
-        what = "experts" if model.hybrid_layer_pattern is None else "a pattern of layers"
-        raise CheckpointError(f"{folder} has {what}: {NEWER_FORMAT}")
+    newer = {
+        "a pattern of layers": model.hybrid_layer_pattern is not None,
+        "attention over latents": model.has_latents,
+        "experts": model.num_experts is not None,
+    }
+    if isinstance(opened, Legacy) and any(newer.values()):
+        words = next(words for words, has in newer.items() if has)
+        raise CheckpointError(f"{folder} has {words}: {NEWER_FORMAT}")
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)

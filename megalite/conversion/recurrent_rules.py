@@ -197,6 +197,45 @@ def projections_by_key_head(block: str) -> tuple[Rule, ...]:
     )
 
 
+# ------------------------------------------------------------------------------------------------ Kimi delta attention
+
+_KIMI_PARTS = ("query", "key", "value")
+_KIMI_TAPS = "(kimi_heads kimi_width) kimi_taps -> kimi_heads kimi_width kimi_taps"
+
+
+def kimi_delta(block: str, decay: str = "") -> tuple[Rule, ...]:
+    """Return the rules for Kimi delta attention without its convolutions. `decay`: prefix of what makes decays."""
+    heads = "(kimi_heads kimi_width) {0} -> kimi_heads kimi_width {0}"
+    first = "kimi_rank hidden -> kimi_rank hidden"
+    matrices = [(f"{part[0]}_proj", part, heads.format("hidden")) for part in _KIMI_PARTS]
+    for letter, part, prefix in (("f", "decay", decay), ("g", "gate", "")):
+        matrices.append((f"{prefix}{letter}_a_proj", f"{part}_a", first))
+        matrices.append((f"{prefix}{letter}_b_proj", f"{part}_b", heads.format("kimi_rank")))
+    matrices.append(("b_proj", "beta", "kimi_heads hidden -> kimi_heads hidden"))
+    matrices.append(("o_proj", "output", "hidden (kimi_heads kimi_width) -> hidden kimi_heads kimi_width"))
+    vectors = (
+        (f"{decay}A_log", "A_log", "1 1 kimi_heads 1 -> kimi_heads"),
+        (f"{decay}dt_bias", "dt_bias", "(kimi_heads kimi_width) -> kimi_heads kimi_width"),
+        ("o_norm.weight", "norm.weight", "kimi_width -> kimi_width"),
+    )
+    named = [*((f"{file}.weight", tensor, pattern) for file, tensor, pattern in matrices), *vectors]
+    return tuple(
+        Rule(f"{block}.{file}", pattern, (MappedBox(f"kimi_delta.{tensor}"),)) for file, tensor, pattern in named
+    )
+
+
+def kimi_convolutions(block: str, *, together: bool = False) -> tuple[Rule, ...]:
+    """Return the rules for its convolutions of queries, keys and values: apart, or in a row."""
+    if together:
+        parts = [(f"kimi_delta.conv_{part}", _KIMI_TAPS) for part in _KIMI_PARTS]
+        rows = "kimi_channels one kimi_taps -> kimi_channels (one kimi_taps)"
+        return (Rule(f"{block}.conv1d.weight", rows, in_a_row(*parts)),)
+    taps = "(kimi_heads kimi_width) one kimi_taps -> kimi_heads kimi_width (one kimi_taps)"
+    return tuple(
+        Rule(f"{block}.{part[0]}_conv1d.weight", taps, (MappedBox(f"kimi_delta.conv_{part}"),)) for part in _KIMI_PARTS
+    )
+
+
 # ------------------------------------------------------------------------------------------------ short convolutions
 
 

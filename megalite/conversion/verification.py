@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.tensors import Source
+from megalite.conversion.huggingface_files import read_config
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -38,7 +39,7 @@ class Agreement:
     transformers: float | None
     """Largest difference between the logits of megalite and of transformers, for the model in a Hugging Face folder.
 
-    None if transformers is not installed, or if neither model is in such a folder.
+    None if transformers is not installed or cannot load it here, or if neither model is in such a folder.
     """
     largest: float
     """Largest absolute logit."""
@@ -54,11 +55,22 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
     ours, theirs = logits(first, tokens), logits(second, tokens)
     judged = next((model for model in (second, first) if model.is_huggingface), None)
     apart = None
-    if judged is not None and judged.folder is not None and find_spec("transformers") is not None:
+    if judged is not None and judged.folder is not None and _can_judge(judged.folder):
         with torch.no_grad():
             judgement = load_with_transformers(judged.folder)(input_ids=tokens).logits
         apart = _distance(theirs if judged is second else ours, judgement)
     return Agreement(len(names), different, _distance(ours, theirs), apart, ours.abs().max().item())
+
+
+def _can_judge(folder: Path) -> bool:
+    """Tell if transformers is there, knows a folder's kind of model, and needs no kernels of a GPU for its weights."""
+    if find_spec("transformers") is None:
+        return False
+    from transformers import CONFIG_MAPPING
+
+    config = read_config(folder)
+    in_fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    return config.get("model_type") in CONFIG_MAPPING and not in_fp8
 
 
 def _tokens(model: OpenedModel) -> Tensor:

@@ -9,9 +9,9 @@ own keys and values, the output and the log-sum-exp, and no scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
-from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
@@ -34,36 +33,20 @@ from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.products import rounded
 
 
-class Expansion:
-    """Function that makes keys and values of latents that travel in their place, with its weight.
+class Expansion(Protocol):
+    """What makes keys and values of latents, which travel in their place."""
 
-    In backward it does so once more, and adds up the gradients of the weight.
-    """
+    weight: Tensor
+    """The weight by which it does so."""
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], weight: Tensor) -> None:
-        """`function`: of latents [1, batch, 1, tokens, width] and the weight; [2, batch, heads, tokens, width]."""
-        self.function, self.weight = function, weight
-        self._sum: Tensor | None = None
+    def keys_and_values(self, block: Tensor) -> Tensor:
+        """Return [2, batch, heads, tokens, width] from a block of latents [1, batch, 1, tokens, latent width]."""
 
-    def again(self, block: Tensor) -> Tensor:
-        """Return the keys and values of a block of latents, in backward."""
-        self._inputs = block.detach().requires_grad_(), self.weight.detach().requires_grad_()
-        with torch.enable_grad():
-            self._made = self.function(*self._inputs)
-        return self._made.detach()
-
-    def gradient(self, of_made: Tensor) -> Tensor:
-        """Return the gradient of the last block, given that of its keys and values, in fp32 or wider."""
-        of_block, of_weight = torch.autograd.grad(self._made, self._inputs, of_made.to(self._made.dtype))
-        of_weight = of_weight.to(of_made.dtype)
-        self._sum = of_weight if self._sum is None else self._sum.add_(of_weight)
-        return of_block.to(of_made.dtype)
+    def gradient(self, block: Tensor, of_keys_and_values: Tensor) -> Tensor:
+        """Return the gradient of a block, in fp32 or wider, and keep that of the weight."""
 
     def of_weight(self) -> Tensor | None:
-        """Hand over the gradient of the weight to its buffer, or return it where it has none."""
-        assert self._sum is not None
-        total, self._sum = self._sum.to(self.weight.dtype), None
-        return accumulate_grad(self.weight, DenseGradient(total)) if isinstance(self.weight, Parameter) else total
+        """Hand the gradient of the weight over, of all blocks, or return it if the weight has no buffer."""
 
 
 class _Calls(NamedTuple):
@@ -98,6 +81,10 @@ class _Calls(NamedTuple):
             kept = Kept(drawn[:, :, part.queries][..., places].to(device), self.dropout.scale)
         return {"scale": self.scale, "cap": self.cap, "kept": kept}
 
+    def made(self, block: Tensor) -> Tensor:
+        """Return the keys and values of a block that has arrived."""
+        return block if self.expansion is None else self.expansion.keys_and_values(block)
+
     def keys_of(self, block: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return keys and values of a part, [batch, groups or heads, keys, width] each."""
         found = block[:, :, :, part.keys]
@@ -119,8 +106,7 @@ class _AttentionByParts(torch.autograd.Function):
         begun = np.zeros(query.shape[2], dtype=np.bool_)
         prepared, drawn = calls.exchange.prepare(travelling), calls.draw(query)
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
-            if (expansion := calls.expansion) is not None:
-                block = expansion.function(block, expansion.weight)
+            block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
                 options = calls.options(keys, part, drawn, query.device)
@@ -145,8 +131,7 @@ class _AttentionByParts(torch.autograd.Function):
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
         drawn, expansion = calls.draw(query), calls.expansion
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
-            if expansion is not None:
-                block = expansion.again(block)
+            arrived, block = block, calls.made(block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -166,7 +151,7 @@ class _AttentionByParts(torch.autograd.Function):
                         place += of_keys
                     else:
                         place.index_add_(1, calls.groups, of_keys.to(place.dtype))
-            total.add(of_block if expansion is None else expansion.gradient(of_block))
+            total.add(of_block if expansion is None else expansion.gradient(arrived, of_block))
         of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
         of_weight = None if expansion is None else expansion.of_weight()
         return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None
@@ -232,14 +217,23 @@ class ContextParallelCore:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | Expansion,
         mask: Mask | SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention, as `LocalCore.__call__` does. `mask`: a `SampleMask`."""
+        """Compute attention, as `LocalCore.__call__` does.
+
+        Args:
+            key: keys, or latents [tokens, batch, latent width] of which each rank makes keys and values.
+            value: values, or what makes them; the latter only where no heads are exchanged.
+            mask: a `SampleMask`.
+        """
         assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
+        if not isinstance(value, Tensor):
+            travelling = key.transpose(0, 1)[None, :, None]
+            return self._by_parts(query, travelling, mask, layout, random, expansion=value)
         if query.shape[-1] != (width := value.shape[-1]):  # keys and values travel in one tensor
             query, key, value = same_width(query, key, value)
             output = self(query, key, value, mask, layout, random, sink)
@@ -268,27 +262,6 @@ class ContextParallelCore:
             return self.inner(query, key, value, mask.of_whole, layout, random, sink)
         key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
         return self._by_parts(query, key_value, mask, layout, random, sink)
-
-    def attend_to_latents(
-        self,
-        query: Tensor,
-        latents: Tensor,
-        expansion: Expansion,
-        mask: Mask | SampleMask,
-        layout: SequenceLayout,
-        random: RandomKey | None,
-    ) -> Tensor:
-        """Compute attention to keys and values that each rank makes of all ranks' latents. No heads are exchanged.
-
-        Args:
-            query: [tokens, batch, heads, width].
-            latents: those of this rank's tokens, [tokens, batch, latent width].
-
-        Returns:
-            Weighted values, [tokens, batch, heads * width].
-        """
-        assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
-        return self._by_parts(query, latents.transpose(0, 1)[None, :, None], mask, layout, random, expansion=expansion)
 
     def _by_parts(
         self,

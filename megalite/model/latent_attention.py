@@ -26,18 +26,16 @@ from torch import Tensor, nn
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import StageCache
-from megalite.model.context_parallel import ContextParallelCore, Expansion
+from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
-from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AttentionWay, ParallelContext
-from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, shared_by_heads
+from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
-from megalite.parallel.randomness import RandomKey, Site
-from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated, soft_cap
-from megalite_kernels.attention import Mask
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -126,13 +124,12 @@ class LatentAttention(nn.Module):
             recompute=recompute,
         )
         self.core: Callable[..., Tensor] = local
-        self.travelling: ContextParallelCore | None = None
-        """The core to whose other ranks latents travel, and not the keys and values that they would make of them."""
+        self.latents_travel = False
+        """True if context-parallel ranks send latents, and not the keys and values that are made of them."""
         if context.mesh.size("cp") > 1:
             self.core = core = ContextParallelCore(local, context, way or AttentionWay())
-            width = max(sizes.query_width, sizes.value_width)
-            if core.head_exchange.size == 1 and sizes.rank + sizes.rotated < 2 * self.heads * width:
-                self.travelling = core
+            of_heads = 2 * self.heads * max(sizes.query_width, sizes.value_width)
+            self.latents_travel = core.head_exchange.size == 1 and sizes.rank + sizes.rotated < of_heads
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: LatentSizes) -> None:
         """Make the matrices: downs together, those of the layer's input to the heads together, ups and output apart."""
@@ -145,9 +142,10 @@ class LatentAttention(nn.Module):
             matrix = "heads width input -> 1 (heads width) input"
             return LogicalTensor(f"{name}.{part}", (heads, width, input), draw, True, matrix)
 
-        def projection(*parts: LogicalTensor, shared: bool) -> ColumnParallelLinear:
-            places = [context.split(part, {0: "heads"}) for part in parts]
-            return ColumnParallelLinear(context, "heads", [stacked(places)], input_is_shared=shared)
+        def projection(*parts: LogicalTensor) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                context, "heads", [stacked([context.split(each, {0: "heads"}) for each in parts])]
+            )
 
         downs = [down("key_value_down", sizes.rank + sizes.rotated)]
         of_input = [of_heads("gate", sizes.value_width, hidden)] if sizes.output_gate else []
@@ -156,11 +154,13 @@ class LatentAttention(nn.Module):
             of_input.insert(0, of_heads("query", sizes.query_width, hidden))
         else:
             downs.insert(0, down("query_down", sizes.query_rank))
-            self.query_up = projection(of_heads("query_up", sizes.query_width, sizes.query_rank), shared=True)
+            self.query_up = projection(of_heads("query_up", sizes.query_width, sizes.query_rank))
+        self.down_widths = [*(each.shape[0] for each in downs[:-1]), sizes.rank, sizes.rotated]
         self.down = ReplicatedLinear(context, stacked([context.replicated(each) for each in downs]), None)
-        self.of_input = projection(*of_input, shared=False) if of_input else None
+        self.of_input = projection(*of_input) if of_input else None
         up = of_heads("key_value_up", sizes.key_width + sizes.value_width, sizes.rank)
-        self.key_value_up = projection(up, shared=True)
+        # Its own, not that of a layer within: what waits for weights before they are read waits before `forward`.
+        self.key_value_up = context.parameter(context.split(up, {0: "heads"}))
         matrix = "hidden heads width -> 1 hidden (heads width)"
         shape = (hidden, heads, sizes.value_width)
         output = LogicalTensor(f"{name}.output", shape, Normal(sizes.output_std), True, matrix)
@@ -180,20 +180,7 @@ class LatentAttention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Apply attention. With a cache, tokens also attend to the cached ones."""
         query, gate, latent, rotated_key = self._project(hidden, context)
-        mask = context.masks[None]
-        kept = None
-        if (cache := context.cache) is not None:
-            kept = cache.of(self, LatentCache).extend(torch.cat([latent, rotated_key], dim=-1), cache)
-            latent, rotated_key = kept.split([self.sizes.rank, self.sizes.rotated], dim=-1)
-        if kept is not None and self._absorbing_is_less(len(query), len(kept)):
-            assert mask is None or isinstance(mask, Tensor)
-            mixed = self._absorbed(query, kept, mask)
-        else:
-            arguments = mask, context.layout, context.key if self.training else None
-            if self.travelling is None:
-                mixed = self.core(query, *self._of_heads(latent, rotated_key), *arguments)
-            else:
-                mixed = self._travelled(query, torch.cat([latent, rotated_key], dim=-1), *arguments)
+        mixed = self.attend(query, latent, rotated_key, context)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -203,24 +190,16 @@ class LatentAttention(nn.Module):
         [sequence, batch, rank], and rotated keys [sequence, batch, rotated].
         """
         sizes = self.sizes
-        widths = [] if self.query_up is None else [self.query_up.weights[0].shape[1]]
-        *of_query, latent, rotated_key = self.down(hidden).split([*widths, sizes.rank, sizes.rotated], dim=-1)
-        if self.query_norm is not None:
-            of_query = [self.query_norm(each) for each in of_query]
+        *of_query, latent, rotated_key = self.down(hidden).split(self.down_widths, dim=-1)
         if self.key_value_norm is not None:
             latent = self.key_value_norm(latent)
-        # Together: one collective, whose backward sums the gradients of what the heads of all ranks share.
-        shared = torch.cat([*of_query, latent, rotated_key], dim=-1)
-        shared = shared_by_heads(shared, self.group, sequence_parallel=self.sequence_parallel)
-        *of_query, latent, rotated_key = shared.split([*widths, sizes.rank, sizes.rotated], dim=-1)
-        queries = self.heads * sizes.query_width
-        projected = None if self.of_input is None else self.of_input(hidden)
-        gate = projected
+        latent, rotated_key = self.share(torch.cat([latent, rotated_key], dim=-1))
+        projected = gate = None if self.of_input is None else self.of_input(hidden)
         if self.query_up is not None:
-            query = self.query_up(of_query[0])
+            query = self.query_up(of_query[0] if self.query_norm is None else self.query_norm(of_query[0]))
         else:
             assert projected is not None
-            query, gate = projected.split([queries, projected.shape[-1] - queries], dim=-1)
+            query, gate = projected.tensor_split([self.heads * sizes.query_width], dim=-1)
         query = query.unflatten(-1, (self.heads, sizes.query_width))
         if context.rotary is not None:
             plain, rotated = query.split([sizes.key_width, sizes.rotated], dim=-1)
@@ -228,32 +207,35 @@ class LatentAttention(nn.Module):
             query, rotated_key = torch.cat([plain, rotated], dim=-1), key.squeeze(2)
         return query, gate if sizes.output_gate else None, latent, rotated_key
 
-    def _of_heads(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys [tokens, batch, heads, query width] and values [tokens, batch, heads, value width]."""
-        sizes = self.sizes
-        of_heads = self.key_value_up(latent).unflatten(-1, (self.heads, sizes.key_width + sizes.value_width))
-        key, value = of_heads.split([sizes.key_width, sizes.value_width], dim=-1)
-        return torch.cat([key, rotated_key.unsqueeze(2).expand(-1, -1, self.heads, -1)], dim=-1), value
+    def share(self, latents: Tensor) -> tuple[Tensor, ...]:
+        """Return latents and rotated keys of all tokens, from those of this rank's part of the sequence.
 
-    def _travelled(
-        self, query: Tensor, latents: Tensor, mask: Mask | SampleMask, layout: SequenceLayout, random: RandomKey | None
-    ) -> Tensor:
+        Together they are one collective, whose backward sums the gradients of what the heads of all ranks share.
+        """
+        shared = shared_by_heads(latents, self.group, sequence_parallel=self.sequence_parallel)
+        return shared.split(self.down_widths[-2:], dim=-1)
+
+    def attend(self, query: Tensor, latent: Tensor, rotated_key: Tensor, context: LayerContext) -> Tensor:
+        """Return the weighted values, [sequence, batch, heads * value width]."""
+        mask, random = context.masks[None], context.key if self.training else None
+        if (cache := context.cache) is not None:
+            kept = cache.of(self, LatentCache).extend(torch.cat([latent, rotated_key], dim=-1), cache)
+            if self._absorbing_is_less(len(query), len(kept)):
+                assert mask is None or isinstance(mask, Tensor)
+                return self._absorbed(query, kept, mask)
+            latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+        if self.latents_travel:
+            return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), mask, context.layout, random)
+        of_heads = product(latent, self.key_value_up).unflatten(-1, (self.heads, -1))
+        key, value = keys_and_values(of_heads, rotated_key, self.sizes.key_width)
+        return self.core(query, key, value, mask, context.layout, random)
+
+    def _travelled(self, query: Tensor, latents: Tensor, *arguments: object) -> Tensor:
         """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""
         sizes = self.sizes
         width = max(sizes.query_width, sizes.value_width)
-
-        def expand(block: Tensor, weight: Tensor) -> Tensor:
-            latent, rotated_key = block[0, :, 0].split([sizes.rank, sizes.rotated], dim=-1)
-            of_heads = F.linear(latent, weight).unflatten(-1, (self.heads, sizes.key_width + sizes.value_width))
-            key, value = of_heads.split([sizes.key_width, sizes.value_width], dim=-1)
-            rest = rotated_key.unsqueeze(2).expand(-1, -1, self.heads, -1)
-            key = F.pad(torch.cat([key, rest], dim=-1), (0, width - sizes.query_width))
-            return torch.stack([key, F.pad(value, (0, width - sizes.value_width))]).transpose(2, 3)
-
-        assert self.travelling is not None
-        query = F.pad(query, (0, width - sizes.query_width))
-        expansion = Expansion(expand, self.key_value_up.weights[0])
-        output = self.travelling.attend_to_latents(query, latents, expansion, mask, layout, random)
+        expansion = LatentExpansion(self.key_value_up, self.heads, sizes.rank, sizes.key_width)
+        output = self.core(F.pad(query, (0, width - sizes.query_width)), latents, expansion, *arguments)
         return output.unflatten(-1, (self.heads, width))[..., : sizes.value_width].flatten(2)
 
     def _absorbing_is_less(self, queries: int, keys: int) -> bool:
@@ -269,7 +251,7 @@ class LatentAttention(nn.Module):
         `mask`: [batch or 1, 1, queries, tokens] bool; None if queries are the last tokens, and see all before them.
         """
         sizes, queries = self.sizes, len(query)
-        up = self.key_value_up.weights[0].unflatten(0, (self.heads, sizes.key_width + sizes.value_width))
+        up = self.key_value_up.unflatten(0, (self.heads, -1))
         of_keys, of_values = up.split([sizes.key_width, sizes.value_width], dim=1)
         plain, rotated = query.split([sizes.key_width, sizes.rotated], dim=-1)
         query = torch.cat([torch.einsum("sbhk,hkr->bhsr", plain, of_keys), rotated.permute(1, 2, 0, 3)], dim=-1)

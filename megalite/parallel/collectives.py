@@ -8,8 +8,7 @@ Each collective is recorded once, where it starts, with the bytes of the whole t
 reduce-scatter or an all-to-all, and the result of an all-gather.
 
 On gloo, reduce-scatter is an all-to-all followed by a sum in rank order. This costs a third of gloo's own
-reduce-scatter, and the order of the sum is always the same. An all-gather of little over many ranks is an all-to-all of
-copies, for half the CPU time: gloo's own passes parts on from rank to rank.
+reduce-scatter, and the order of the sum is always the same.
 """
 
 from __future__ import annotations
@@ -34,17 +33,8 @@ _LOST = (
 )
 
 # torch 2.13 renamed these two and warns at the old names.
-_all_gather_in_turns: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_at_once, _AT_ONCE = dist.all_to_all_single, 1 << 18  # the most bytes of a rank
-
-
-def _all_gather_single(gathered: Tensor, tensor: Tensor, *, group: dist.ProcessGroup | None, **options: Any) -> Any:
-    """Start an all-gather in the way that costs the least CPU time."""
-    size = dist.get_world_size(group)
-    if size == 2 or tensor.nbytes > _AT_ONCE or dist.get_backend(group) != "gloo":
-        return _all_gather_in_turns(gathered, tensor, group=group, **options)
-    return _all_gather_at_once(gathered, torch.cat([tensor] * size), group=group, **options)
 
 
 @dataclass

@@ -126,6 +126,18 @@ class _RowParallel(torch.autograd.Function):
         return input_gradient, accumulate_grad(ctx.weight, product), None, None, None
 
 
+_ALONE = Group((0,), 0)
+
+
+def product(input: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of [..., in] and a weight [out, in], without communication.
+
+    The gradient of the weight goes to its buffer, or later if it is deferred, as those of the layers here.
+    """
+    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, weight)
+    return output
+
+
 class _SharedByHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
@@ -145,6 +157,8 @@ def shared_by_heads(input: Tensor, group: Group, *, sequence_parallel: bool) -> 
 
     Its gradient is the sum of those of all ranks' heads.
     """
+    if group.size == 1:
+        return input
     output: Tensor = _SharedByHeads.apply(input, group, sequence_parallel)
     return output
 
@@ -169,7 +183,6 @@ class ColumnParallelLinear(nn.Module):
         *,
         use: int = 0,
         adds_bias: bool = True,
-        input_is_shared: bool = False,
     ) -> None:
         """Make the layer.
 
@@ -178,16 +191,14 @@ class ColumnParallelLinear(nn.Module):
             weights: the placement of each weight; or, for a weight tied to another layer's, that `Parameter`.
             use: the number of this use, if the weight is tied.
             adds_bias: False if the next operation adds `bias` instead of this layer.
-            input_is_shared: the input has all tokens and comes from `shared_by_heads`, which sums its gradient.
         """
         super().__init__()
         self.weights = nn.ParameterList(
             [weight if isinstance(weight, Parameter) else context.parameter(weight) for weight in weights]
         )
         self.biases = nn.ParameterList(map(context.parameter, biases))
-        alone = Group((context.mesh.rank,), 0)
-        self.group, self.use, self.adds_bias = alone if input_is_shared else context.group(outputs), use, adds_bias
-        self.sequence_parallel = context.sequence_parallel and not input_is_shared
+        self.group, self.use, self.adds_bias = context.group(outputs), use, adds_bias
+        self.sequence_parallel = context.sequence_parallel
 
     @property
     def bias(self) -> Tensor | None:
@@ -210,11 +221,10 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
-        self.alone = Group((context.mesh.rank,), 0)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out."""
-        output: Tensor = _ColumnParallel.apply(input, self.alone, False, 0, self.weight)
+        output = product(input, self.weight)
         return output if self.bias is None else output + self.bias
 
 

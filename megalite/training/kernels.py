@@ -31,7 +31,7 @@ from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.optim.buckets import Bucket
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import Kernels, use
@@ -45,7 +45,9 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (Convolution, "begin"),
     (Convolution, "convolve"),
     (HeadsNorm, "forward"),
-    (LatentAttention, "forward"),  # messages, and products that autograd does not see
+    (LatentAttention, "share"),  # a message
+    (LatentAttention, "attend"),
+    (ReplicatedLinear, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, Row] = {
     "pp2": {**NARROW, "pattern": "+-|+-", "dp": 1, "pp": 2, "documents": True},
     "pp2 in a v": {**WIDE, "pattern": "+|-+|-|+", "dp": 1, "pp": 2, "schedule": "zb-v", "tied": False},
     "pp2 in a v, tp2-sp": {**NARROW, "pattern": "+|-+|-|+", "dp": 1, "pp": 2, **SP, "schedule": "zb-v", "tied": False},
+    "pp2-cp2 in a v": {**NARROW, "pattern": "+|-+|-|+", "dp": 1, "pp": 2, "cp": 2, "schedule": "zb-v", "tied": False},
     "pp2 interleaved": {**NARROW, "pattern": "+|-+|-|+", "dp": 1, "pp": 2, "schedule": "interleaved-2"},
     "zero1": {**NARROW, "dp": 2, "zero": 1, **SP, "overlap": "reduce and gather"},
     "zero2": {**WIDE, "dp": 2, "zero": 2, "documents": True},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "partial_rotary_factor": 0.5,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "rms_norm_eps": 0.1,  # so that small outputs, and their rounding, are not made large; latents' norms have 1e-6
+}
+_LATENT_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
 
@@ -273,6 +286,73 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "rope_theta": 1e4,
         },
     ),
+    "deepseek-v2": (
+        transformers.DeepseekV2Config,
+        _LATENT
+        | {
+            "q_lora_rank": 12,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "rope_parameters": _LATENT_YARN | {"mscale": 0.7, "mscale_all_dim": 1.5},
+            "max_position_embeddings": 128,
+        },
+    ),
+    "deepseek-v2-lite": (
+        transformers.DeepseekV2Config,
+        _LATENT | {"q_lora_rank": None, "n_shared_experts": 1, "v_head_dim": 16, "rms_norm_eps": 1e-6},
+    ),
+    "deepseek-v3": (
+        transformers.DeepseekV3Config,
+        _LATENT
+        | {
+            "q_lora_rank": 12,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0},
+            "max_position_embeddings": 128,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "moonlight": (
+        transformers.DeepseekV3Config,
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rope_theta": 5e4,
+            "tie_word_embeddings": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "kimi-linear": (
+        transformers.KimiLinearConfig,
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 12,
+            "rms_norm_eps": 1e-2,
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 4],
+                "full_attn_layers": [3],
+                "num_heads": 2,
+                "head_dim": 6,
+                "short_conv_kernel_size": 3,
+            },
+        },
+    ),
     "gpt-oss": (
         transformers.GptOssConfig,
         {
@@ -325,7 +405,8 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 _HEADS_OF_HIDDEN = (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig)
 _HEADS_OF_HIDDEN += (transformers.Olmo2Config, transformers.OlmoHybridConfig)
-"""Families in which the width of a head follows from the hidden size."""
+_HEADS_OF_HIDDEN += (transformers.DeepseekV2Config, transformers.DeepseekV3Config, transformers.KimiLinearConfig)
+"""Families in which the width of a head follows from other sizes."""
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
 _LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
@@ -374,11 +455,24 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **options: Any) -> PreTrainedModel:
     """Write such a model as `save_pretrained` does, and return it."""
     model = make_model(make_config(name, changes))
-    published = model.config.model_type == "olmo_hybrid" and "save_original_format" not in options
-    model.save_pretrained(folder, **options | ({"save_original_format": False} if published else {}))
-    if published:
+    original = "save_original_format" not in options
+    if original and model.config.model_type == "olmo_hybrid":
+        model.save_pretrained(folder, **options, save_original_format=False)
         write_published_olmo_hybrid(folder)
+        return model
+    model.save_pretrained(folder, **options)
+    if original and model.config.model_type == "kimi_linear":
+        write_published_kimi_linear(folder)
     return model
+
+
+def write_published_kimi_linear(folder: Path) -> None:
+    """Give the dense layers of a folder the names of published files: transformers 5.24 gives them the experts'."""
+    named = {
+        re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
 
 
 def write_published_olmo_hybrid(folder: Path) -> None:

@@ -4,7 +4,7 @@ Only sizes, lengths of time, and paths change, NCCL becomes gloo, and fp16 begin
 does not spend the few steps on finding one; W&B, which needs a library and a network, is left out. Every other flag
 stays as it is. Sizes of the layout are halved, the largest one first, until the ranks suffice: a layout of 8 x 16 ranks
 becomes one of 2 x 2, and stays tensor and pipeline parallel. Ratios that the network depends on stay: those of the
-feed-forward layer, a head and a group of queries.
+feed-forward layer, a head, a group of queries and a latent.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.tokenizer_training import train_tokenizer
 
 PATTERN, LINEAR = "hybrid-layer-pattern", ("linear-key-head-dim", "linear-value-head-dim")
+OF_HEADS = ("kv-channels", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+OF_HIDDEN = (
+    *("ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"),
+    *("q-lora-rank", "kv-lora-rank"),
+)
 ITERATIONS, HIDDEN, HEADS, LENGTH, EXPERTS, MICRO_BATCHES = 6, 64, 8, 32, 8, 8
 DENSE = ("pipeline-model-parallel-size", "tensor-model-parallel-size", "context-parallel-size")
 SPARSE = ("pipeline-model-parallel-size", "expert-model-parallel-size", "expert-tensor-parallel-size")
@@ -71,6 +76,7 @@ def scaled(argv: Sequence[str], files: Path, run: Path, ranks: int, replicas: in
     `files`: folder from `write_files`; `run`: folder of the run.
     """
     flags = {name: " ".join(values) for name, values in flag_groups(argv) if not name.startswith("wandb-")}
+    flags.setdefault("save", "")  # so that a command that saves nothing leaves its losses
     if PATTERN in flags:  # of each kind of layer one per stage, and Mamba-2's heads as narrow as attention's
         flags[PATTERN] = "|".join("".join(dict.fromkeys(stage)) for stage in flags[PATTERN].split("|"))
         flags |= {"mamba-head-dim": str(HIDDEN // HEADS), "mamba-state-dim": str(HIDDEN // HEADS)}
@@ -118,11 +124,8 @@ def _sizes(flags: Mapping[str, str], stages: int) -> dict[str, int]:
         "hidden-size": HIDDEN,
         "num-attention-heads": HEADS,
         "num-query-groups": max(HEADS * of("num-query-groups") // heads, 1),
-        "kv-channels": HIDDEN // HEADS * of("kv-channels") // width // 2 * 2,
-        **{
-            name: max(round(of(name) * narrower / 8) * 8, 8)
-            for name in ("ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size")
-        },
+        **{name: max(HIDDEN // HEADS * of(name) // width // 2 * 2, 2) for name in OF_HEADS},
+        **{name: max(round(of(name) * narrower / 8) * 8, 8) for name in OF_HIDDEN},
         "num-experts": min(of("num-experts"), EXPERTS),
         "seq-length": LENGTH,
         "max-position-embeddings": LENGTH * of("max-position-embeddings", length) // length,

@@ -64,6 +64,7 @@ ELSEWHERE = {
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
     "_WithSink": "in LocalCore, which is not traced",
     "_OverHeads": "in HeadsNorm, which is not traced",
+    "_SharedByHeads": "in LatentAttention, which is not traced",
     "_Recurrence": "in RecurrentCore, which is not traced, as are the next four",
     "_Convolution": "",
     "_TokensBefore": "",

@@ -129,7 +129,7 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
-WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense", "olmo-hybrid-without-positions")
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense", "olmo-hybrid-without-positions", "kimi-linear")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -195,7 +195,8 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 
 # ------------------------------------------------------------------------------------------------ experts
 
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2")
+WITH_EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2"]
+WITH_EXPERTS += ["deepseek-v2", "deepseek-v3", "kimi-linear"]
 
 
 @pytest.mark.wide
@@ -364,7 +365,8 @@ class Planted(HuggingFaceFiles):
 
 
 PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
-PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]", "kimi-linear": "[0-2]"}
+PLACES |= {"deepseek-v2": "[01]", "deepseek-v3": "[02]"}
 """Layers of a model whose tensors are changed, if another than the second one shows more."""
 
 
@@ -387,6 +389,7 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[1
                 "minimax-m2",
             ),
             *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
+            *("deepseek-v2", "deepseek-v3", "moonlight", "kimi-linear"),
         )
     ],
 )
@@ -457,7 +460,7 @@ def test_axes_that_are_confused_show(folders: Path, broken: str, monkeypatch: py
     assert distance(logits(open_huggingface(folders / name), TOKENS), expected) > MATTERS
 
 
-SAID = {
+SAID: dict[str, dict[str, Any]] = {
     "llama": {"rotary_base": 600.0, "norm_epsilon": 1e-2},
     "llama-scaled": {
         "rope_scaling_factor": 5.0,
@@ -483,6 +486,17 @@ SAID = {
     "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
     "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
     "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
+    "deepseek-v2": {
+        "latent_norm_epsilon": 1e-3,
+        "moe_router_group_scores": 2,
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "deepseek-v3": {"moe_router_group_scores": 1, "moe_router_num_groups": None, "rotary_scaling_factor": 4.0},
+    "moonlight": {"latent_norm_epsilon": None, "rotary_base": 1e4},
+    "kimi-linear": {"position_embedding_type": "rope", "latent_norm_epsilon": None},
     "gpt-oss": {
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 0.0,

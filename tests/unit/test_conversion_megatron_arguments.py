@@ -59,7 +59,7 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("moe_apply_probs_on_input", True),
-        ("multi_latent_attention", True),
+        ("qk_l2_norm", True),
         ("mtp_num_layers", 1),
         ("spec", ["some.module", "spec"]),
         ("apply_residual_connection_post_layernorm", True),

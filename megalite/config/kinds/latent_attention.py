@@ -36,7 +36,8 @@ def _needed(model: ModelConfig) -> str:
 
 
 def _problems(model: ModelConfig) -> Iterator[str]:
-    yield from needs(model, _OF_OTHERS, "attention without latents")
+    without = "attention without latents: leave it out, or --multi-latent-attention (+ in a pattern)"
+    yield from needs(model, _OF_OTHERS, without)
     if "attention" in model.kinds:
         yield "a network has attention (*) or latent attention (+), not both: choose one letter"
     if model.rotary and model.qk_pos_emb_head_dim % 2:

@@ -102,7 +102,7 @@ def _each_kind_twice(model: ModelConfig) -> ModelConfig:
     windowed = [int(spec.keys_before is not None) for spec in layers]
     unrotated = [int(not spec.rotary) for spec in layers]
     behind = [int(spec.output_norm) for spec in layers]
-    linear = [int(spec.mixer != "attention") for spec in layers]
+    linear = [int(not spec.attends) for spec in layers]
     patterned = model.hybrid_layer_pattern is not None
     return replace(
         model,
