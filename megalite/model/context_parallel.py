@@ -34,7 +34,7 @@ from megalite_kernels.products import rounded
 
 
 class Expansion(Protocol):
-    """What makes keys and values of latents, which travel in their place."""
+    """Maker of keys and values of latents, which travel in their place."""
 
     weight: Tensor
     """The weight by which it does so."""

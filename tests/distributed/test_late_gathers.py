@@ -49,7 +49,7 @@ def test_every_reader_waits(zero: int, rank_pools: RankPools) -> None:
 
 
 def test_latents_that_travel_wait_for_the_matrix_that_each_rank_applies_to_them(rank_pools: RankPools) -> None:
-    """Where each parameter has a bucket of its own, no other reader waits for it."""
+    """No other reader waits for it if each parameter has a bucket of its own."""
     rest = {"tp": 1, "dp": 1, "cp": 2, "zero": 1, "overlap": "reduce and gather", "family": "llama"}
     cell = make_cell(rest | {"latents": "narrow values"}, steps=3, optimizer="adam")
     (expected,) = run(rank_pools, [cell])
