@@ -19,6 +19,7 @@ from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_patte
 from megalite.config.megatron_flags import Note
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
+from megalite.config.prediction import DEPTHS_FLAG, with_depths_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -119,7 +120,10 @@ def parse_arguments(
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
-    model, parallel = with_stages_of_pattern(config.model, config.parallel)
+    model = with_depths_of_pattern(config.model)
+    if config.model.mtp_num_layers not in (None, model.mtp_num_layers):
+        notes.append(Note(DEPTHS_FLAG, f"changes nothing, since {PATTERN_FLAG} has {model.depths} depths"))
+    model, parallel = with_stages_of_pattern(model, config.parallel)
     config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"

@@ -15,6 +15,7 @@ from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.sampler import Deal
 from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
+from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks import summary
@@ -54,7 +55,6 @@ class GPTTask(GPTNetworkTask):
     """Pre-training of a GPT on this rank. Create it on all ranks together."""
 
     loss_name = LM_LOSS.name
-    evaluated = (LM_LOSS,)
     has_empty_slots = True
 
     def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
@@ -70,6 +70,7 @@ class GPTTask(GPTNetworkTask):
         padded = self.model.padded_vocab_size(mesh.size("tp"))
         self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
         self._peak_flops = peak_flops(device.device_name(mesh.device))
+        self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 
