@@ -69,7 +69,7 @@ def with_stages_of_pattern(model: ModelConfig, parallel: ParallelConfig) -> tupl
         )
     over = f"{ranks} ranks (--pipeline-model-parallel-size): add or drop {NEXT_STAGE}"
     _divided_evenly(f"{len(stages)} stages of {what}", len(stages), ranks, over)
-    layout = f"E{NEXT_STAGE.join('t' * len(stage) for stage in stages)}{'m' * model.depths}L"
+    layout = f"E{NEXT_STAGE.join('t' * len(stage) for stage in stages)}L"
     return replace(model, hybrid_layer_pattern="".join(stages)), replace(
         parallel, pipeline_model_parallel_layout=layout
     )
@@ -259,10 +259,10 @@ def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
                 f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
     depths = letters.count("m")
-    if depths != model.depths or not stages[-1].endswith("m" * depths + "L"):
+    if depths not in (0, model.depths) or not stages[-1].endswith("m" * depths + "L"):
         raise ConfigurationError(
-            f"{_FLAG} {shown(layout)}: the depths of --mtp-num-layers {model.depths} must be there as {model.depths} "
-            "letters m, right before L in its stage"
+            f"{_FLAG} {shown(layout)}: m is a depth of --mtp-num-layers {model.depths}: give all of them right before "
+            "L in its stage, or none, which means the same"
         )
     layers = [stage.count("t") for stage in stages]
     if sum(layers) != model.num_layers:

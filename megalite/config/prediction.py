@@ -15,7 +15,7 @@ DEPTHS_FLAG = "--mtp-num-layers"
 FIELDS = "mtp_num_layers mtp_hybrid_override_pattern mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads"
 """Fields of a network that describe its depths."""
 NEEDED = f"{DEPTHS_FLAG}, or {NEXT_DEPTH} in {PATTERN_FLAG}"
-"""What these fields need."""
+"""Flags that these fields need."""
 
 
 def without_depths(model: ModelConfig) -> ModelConfig:
