@@ -29,6 +29,7 @@ NOT_THE_FUNCTION = {
     "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
+    *("mtp_loss_scaling_factor", "mtp_detach_heads"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
@@ -72,6 +73,12 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
             "from a newer megalite: load another checkpoint"
         )
     return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
+
+
+def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Tell whether two networks have the same depths of multi-token prediction."""
+    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in map(function_of, (saved, model)))
+    return theirs == ours
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -131,6 +138,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["output_norm_freq"] = behind if any(behind) else None
     epsilon = model.norm_epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
     values["linear_norm_epsilon"] = epsilon if "gated_delta" in model.kinds else None
+    values["mtp_hybrid_override_pattern"] = pattern_of(model.depth_layers) or None
+    values["mtp_use_repeated_layer"] = model.own_depths < model.depths
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))

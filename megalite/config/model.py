@@ -353,6 +353,11 @@ class ModelConfig:
         return self.mtp_num_layers or 0
 
     @property
+    def shares_embedding(self) -> bool:
+        """True if the last stage has the weight of the first one's embedding, for the output layer or for depths."""
+        return self.depths > 0 or not self.untie_embeddings_and_output_weights
+
+    @property
     def own_depths(self) -> int:
         """Number of depths with weights of their own."""
         return min(self.depths, 1) if self.mtp_use_repeated_layer else self.depths

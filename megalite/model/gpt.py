@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack, cast
 
@@ -19,7 +19,7 @@ from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, embedding_scale, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
 from megalite.model.layer_kinds import LAYER_KINDS, make_norm
-from megalite.model.prediction import Prediction, further_terms
+from megalite.model.prediction import Depth, Prediction, further_terms
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
@@ -132,6 +132,13 @@ class GPT(StageModule):
         if self.head is not None and (depths := self.prediction) is not None:
             ends = self.head.norm, depths.embedding, *depths.depths, self.head.output
         return [block for block in (self.embedding, *self.layers, *ends) if block is not None]
+
+    def numbered_layers(self) -> list[tuple[int, Block]]:
+        """Return the layers of the stage and of its depths, with their numbers among all those of the network."""
+        depths = () if self.prediction is None else self.prediction.depths
+        further = [layer for depth in cast(Iterable[Depth], depths) for layer in depth.layers]
+        layers = [*enumerate(self.layers, self.stage_layers.first_layer), *enumerate(further, self.config.num_layers)]
+        return cast(list[tuple[int, Block]], layers)
 
     def parts(self) -> list[tuple[str, nn.Module]]:
         first = self.stage_layers.first_layer
@@ -349,7 +356,7 @@ def make_chunks(
     `tied_ranks`: the ranks that have the first or the last stage, which share the weight if it is tied or the last
     stage has depths.
     """
-    tied_ranks = tied_ranks if config.depths or not config.untie_embeddings_and_output_weights else (mesh.rank,)
+    tied_ranks = tied_ranks if config.shares_embedding else (mesh.rank,)
     chunks: list[GPT] = []
     tied: Parameter | None = None
     for stage_layers in parts:
