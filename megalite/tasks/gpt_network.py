@@ -87,10 +87,9 @@ class GPTNetworkTask(Task):
                     f"{what} has not the depths of --mtp-num-layers {model.depths}: this run begins them anew, which "
                     "--load-casts cannot: leave it out"
                 )
-            self.depth_notes = (
-                f"note: of {what}, --finetune leaves out {saved.depths} depths that predict further tokens; the "
-                f"{model.depths} of this run begin with initial values",
-            )
+            fates = {"leaves out {} depths of it": saved.depths, "begins {} depths anew": model.depths}
+            said = " and ".join(words.format(count) for words, count in fates.items() if count)
+            self.depth_notes = (f"note: {what} has other depths of multi-token prediction: --finetune {said}",)
             saved, model = without_depths(saved), without_depths(model)
         checkpoint.check_same_function(what, saved, model)
 

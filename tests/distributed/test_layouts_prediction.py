@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from tests.distributed.layout_cell import make_cell
-from tests.distributed.layout_expected import assert_as_expected, run
+from megalite.config.offload import OffloadConfig
+from tests.distributed.layout_cell import LAYERS, make_cell
+from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
+from tests.distributed.test_checkpoint_layouts import Pair, check
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
@@ -59,9 +64,77 @@ LAYOUTS: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("name", wide_except(LAYOUTS, list(LAYOUTS)))
+OFTEN = [
+    "two depths",
+    "repeated, recomputed",
+    "tp2-sp, detached, fused",
+    "cp2-tp2-sp, dealt",
+    "pp2, repeated, untied",
+    "pp3, standalone",
+    "pp2 in a v, untied",
+    "zero3, repeated, recomputed",
+    "experts, cp2, recomputed",
+    "letters, pp2, cp2",
+]
+LOADS: dict[str, tuple[Row, Row]] = {
+    "the same": ({"dp": 1, "depths": 2}, {"dp": 1, "depths": 2}),
+    "zero3 to pp2": ({"dp": 2, "zero": 3, **REPEATED}, {"dp": 1, "pp": 2, **REPEATED}),
+    "pp2 to tp2": (
+        {"dp": 1, "pp": 2, "depths": 2, "tied": False, "standalone": True},
+        {"dp": 1, "tp": 2, "depths": 2, "tied": False},
+    ),
+    "pattern to GPT": (
+        {"dp": 1, "pattern": "*-" * LAYERS, "depth_letters": "*-", "depths": 1},
+        {"dp": 1, "pp": 2, "depths": 1},
+    ),
+}
+SAME_BITS: dict[str, tuple[Row, list[Row]]] = {
+    "recomputation": (
+        {"depths": 2, "documents": True},
+        [{"recompute": how} for how in ("uniform", "block", "selective")],
+    ),
+    "recomputation of repeated layers": (REPEATED, [{"recompute": "uniform"}]),
+    "recomputation of experts": (
+        {"depths": 2, "family": "mixtral"},
+        [{"recompute": "experts"}, {"recompute": "uniform"}],
+    ),
+    "schedules": ({"pp": 2, "depths": 2, "tied": False}, [{"schedule": "gpipe"}, {"schedule": "zb-h1"}]),
+    "schedules of repeated layers": ({"pp": 2, **REPEATED}, [{"schedule": "gpipe"}, {"schedule": "zb-h1"}]),
+    "pattern of halves": ({**REPEATED, "cp": 2}, [{"pattern": "*-" * LAYERS, "depth_letters": "*-"}]),
+    "offloading": (
+        {"depths": 2},
+        [{"offload": OffloadConfig(cpu_offloading_num_layers=LAYERS)}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", wide_except(LAYOUTS, OFTEN))
 def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
     row = {"cp": 1, "family": "llama"} | LAYOUTS[name]
     cell = make_cell(row, dropout=0.1 * (list(LAYOUTS).index(name) % 2), steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("name", wide_except(SAME_BITS, ["recomputation of experts", "schedules of repeated layers"]))
+def test_what_changes_no_sum_changes_no_bit(name: str, rank_pools: RankPools) -> None:
+    row, others = SAME_BITS[name]
+    cell = make_cell({"cp": 1, "dp": 1, "family": "llama"} | row, dropout=0.1, steps=2, optimizer="adam")
+    plain, *results = run(rank_pools, [cell, *(replace(cell, **other) for other in others)])
+    for other, result in zip(others, results, strict=True):
+        assert_same_bits(result, plain, str(other))
+
+
+@pytest.mark.parametrize("name", wide_except(LOADS, ["pp2 to tp2"]))
+def test_a_checkpoint_goes_on_under_another_layout(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
+    rows = ({"cp": 1, "family": "llama"} | row for row in LOADS[name])
+    saving, loading = (make_cell(row, optimizer="adam", samples=4) for row in rows)
+    check(rank_pools, [Pair(saving, loading)], tmp_path)
+
+
+@pytest.mark.wide
+def test_the_projection_is_a_matrix_of_muon(rank_pools: RankPools) -> None:
+    row = {"cp": 1, "family": "llama", "dp": 2, "zero": 1, **SP, "depths": 2}
+    cell = make_cell(row, optimizer="muon", steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
