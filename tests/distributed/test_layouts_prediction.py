@@ -52,7 +52,10 @@ LAYOUTS: dict[str, Row] = {
     "zero2": {"dp": 2, "zero": 2, **REPEATED, "overlap": "reduce"},
     "zero3": {"dp": 2, "zero": 3, "depths": 2, "overlap": "reduce and gather"},
     "zero3, repeated, recomputed": {"dp": 2, "zero": 3, **REPEATED, "recompute": "uniform"},
-    "zero3-pp2, untied, detached": {"dp": 2, "zero": 3, "pp": 2, "depths": 2, "tied": False, "detached": True},
+    "zero3-pp2, untied, detached": {
+        **{"dp": 2, "zero": 3, "pp": 2, "depths": 2},
+        **{"tied": False, "detached": True, "fused_loss": True},
+    },
     "zero3-pp2-tp2-sp": {"dp": 2, "zero": 3, "pp": 2, **SP, "depths": 2},
     "experts": {"dp": 2, "ep": 2, "depths": 2, "family": "mixtral", "documents": True},
     "experts, pp2, tp2-sp": {"dp": 1, **SP, "pp": 2, "depths": 1, "family": "deepseek"},
