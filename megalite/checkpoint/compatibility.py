@@ -107,10 +107,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
             )
             different = [name for name in ours if theirs[name] != ours[name]]
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
-        if "mtp_num_layers" in different:
-            lines.append(
-                "  (--finetune leaves out the depths of a checkpoint that differ, and begins those of the run anew)"
-            )
+        if any(name.startswith("mtp_") for name in different):
+            lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )

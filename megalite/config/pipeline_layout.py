@@ -185,6 +185,8 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
     stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} per rank' if chunks > 1 else ''})"
     if count > layers:
         raise ConfigurationError(f"{stages} are more than {what}: use fewer")
+    if parallel.mtp_standalone and count == 1:
+        raise ConfigurationError("--mtp-standalone needs --pipeline-model-parallel-size 2 or more: there is one stage")
     if parallel.mtp_standalone:
         stages, count = f"{count - 1} stages, all but that of --mtp-standalone", count - 1
     each = _divided_evenly(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")

@@ -12,22 +12,14 @@ from megalite.config.run import RunConfig
 
 def prediction_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each option of a run that does not go with its depths."""
-    model, parallel, depths = config.model, config.parallel, config.model.depths
+    parallel, depths = config.parallel, config.model.depths
     if not depths:
         yield from needs(parallel, "mtp_standalone", NEEDED)
         return
     if depths >= config.data.seq_length:
         yield f"{DEPTHS_FLAG} {depths} is not below --seq-length {config.data.seq_length}: no token has such a label"
-    parts = config.training.mlp_chunks_for_training
-    if model.mtp_use_repeated_layer and depths > 1 and parts > 1:
-        yield (
-            f"--mlp-chunks-for-training {parts}: the layers of --mtp-use-repeated-layer cannot run on parts of the "
-            "sequence: leave one of the two out"
-        )
     if not parallel.mtp_standalone:
         return
-    if parallel.pipeline_model_parallel_size == 1:
-        yield "--mtp-standalone needs --pipeline-model-parallel-size 2 or more: there is no other stage"
     ways = [name for name in STAGE_FIELDS if name != "num_virtual_stages_per_pipeline_rank"]
     for flag in given(parallel, " ".join(ways)):
         yield f"--mtp-standalone leaves the other stages equal parts of the layers: leave {flag} out, or write ...|mL"

@@ -17,6 +17,7 @@ from tests.harness.wide import wide_except
 
 SP = {"tp": 2, "sequence_parallel": True}
 REPEATED = {"depths": 2, "repeated": True}
+DETACHED = {"depths": 2, "detached": True}
 LAYOUTS: dict[str, Row] = {
     "one depth": {"dp": 1, "depths": 1, "micro_batch_size": 2},
     "two depths": {"dp": 1, "depths": 2, "documents": True, "loss_mask": "random"},
@@ -52,10 +53,7 @@ LAYOUTS: dict[str, Row] = {
     "zero2": {"dp": 2, "zero": 2, **REPEATED, "overlap": "reduce"},
     "zero3": {"dp": 2, "zero": 3, "depths": 2, "overlap": "reduce and gather"},
     "zero3, repeated, recomputed": {"dp": 2, "zero": 3, **REPEATED, "recompute": "uniform"},
-    "zero3-pp2, untied, detached": {
-        **{"dp": 2, "zero": 3, "pp": 2, "depths": 2},
-        **{"tied": False, "detached": True, "fused_loss": True},
-    },
+    "zero3-pp2, untied, detached": {"dp": 2, "zero": 3, "pp": 2, "tied": False, **DETACHED, "fused_loss": True},
     "zero3-pp2-tp2-sp": {"dp": 2, "zero": 3, "pp": 2, **SP, "depths": 2},
     "experts": {"dp": 2, "ep": 2, "depths": 2, "family": "mixtral", "documents": True},
     "experts, pp2, tp2-sp": {"dp": 1, **SP, "pp": 2, "depths": 1, "family": "deepseek"},
