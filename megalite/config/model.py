@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -514,4 +515,24 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         output_norm_freq=None if model.output_norm_freq is None else str(behind),
         hybrid_layer_pattern=None,
         mtp_hybrid_override_pattern=None,
+    )
+
+
+def with_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> ModelConfig:
+    """Return the network that has these layers, of the kinds of those of `model`, in place of its own."""
+    with_experts = [int(spec.feed_forward == "moe") for spec in layers]
+    windowed = [int(spec.keys_before is not None) for spec in layers]
+    unrotated = [int(not spec.rotary) for spec in layers]
+    behind = [int(spec.output_norm) for spec in layers]
+    linear = [int(spec.mixer != "attention") for spec in layers]
+    patterned = model.hybrid_layer_pattern is not None
+    return replace(
+        model,
+        num_layers=len(layers),
+        hybrid_layer_pattern=pattern_of(layers) if patterned else None,
+        moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
+        window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
+        linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
     )

@@ -31,6 +31,20 @@ def with_depths_of_pattern(model: ModelConfig) -> ModelConfig:
     """
     if (pattern := model.hybrid_layer_pattern) is None or NEXT_DEPTH not in pattern:
         return model
+    main, parts = split_pattern(pattern)
+    return replace(
+        model,
+        hybrid_layer_pattern=main,
+        mtp_num_layers=len(parts) or None,
+        mtp_hybrid_override_pattern=parts[0] if parts else None,
+    )
+
+
+def split_pattern(pattern: str) -> tuple[str, list[str]]:
+    """Return the letters of the network, with its stages, and those of each depth.
+
+    Raises ConfigurationError as `with_depths_of_pattern` does.
+    """
     main, *parts = pattern.rstrip(NEXT_DEPTH).split(NEXT_DEPTH)
     what = f"{PATTERN_FLAG} {shown(pattern)}"
     if len(set(parts)) > 1:
@@ -40,12 +54,7 @@ def with_depths_of_pattern(model: ModelConfig) -> ModelConfig:
         )
     if parts and NEXT_STAGE in parts[0]:
         raise ConfigurationError(f"{what}: {NEXT_STAGE} is not for depths, which are on the last stage: leave it out")
-    return replace(
-        model,
-        hybrid_layer_pattern=main,
-        mtp_num_layers=len(parts) or None,
-        mtp_hybrid_override_pattern=parts[0] if parts else None,
-    )
+    return main, parts
 
 
 def depth_problems(model: ModelConfig) -> Iterator[str]:

@@ -155,8 +155,12 @@ _OTHER_NAMES = (  # names of older versions, and without Transformer Engine; rep
     (r"\.(pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp.linear_fc1.layer_norm_"),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"^word_embeddings_for_head\.", "output_layer."),
+    (r"^(mtp\.layers\.\d+\.)transformer_layer\.", r"\1mtp_model_layer."),
 )
-_NORM = re.compile(r"(decoder\.layers\.(\d+)\.)(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)")
+_NORM = re.compile(
+    r"((?:decoder|mtp\.layers\.\d+\.(?:mtp_model|transformer)_layer)\.(?:layers\.(\d+)\.)?)"
+    r"(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)"
+)
 _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
@@ -171,13 +175,15 @@ def written(name: str, model: ModelConfig) -> str:
     """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
 
     The norm before experts is not fused with their first matrix, and that before a gated delta net with its own. The
-    norm after all layers has another name if there is a pattern of layers.
+    norm after all layers, and the layers of depths, have other names if there is a pattern of layers.
     """
     if model.hybrid_layer_pattern is not None:
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    else:
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.")
     if (found := _NORM.fullmatch(name)) is None:
         return name
-    layer = model.layers[int(found[2])]
+    layer = (model.depth_layers if name.startswith("mtp.") else model.layers)[int(found[2] or 0)]
     if layer.feed_forward == "moe" and found[3].startswith("mlp"):
         return f"{found[1]}pre_mlp_layernorm.{found[4]}"
     if layer.mixer == "gated_delta" and found[3].startswith("self_attention"):
