@@ -36,6 +36,8 @@ class NetworkWithDepths(Network):
 
     def _of_depths(self, kind: str) -> dict[str, Any]:
         """Return what a network of a depth's layers alone has, under the names of each depth."""
+        if not self.depths:
+            return {}
         options = {name: value for name, value in vars(self).items() if name not in ("depths", "letters")}
         last = self.layers - 1 in self.expert_layers
         having = (0,) if last else ()
@@ -43,7 +45,10 @@ class NetworkWithDepths(Network):
             feeds = [letter for letter in self.letters if letter in "-E"]
             having = tuple(number for number, letter in enumerate(feeds) if letter == "E")
         alone = _Alone(**options, residual_std=self.small)
-        alone = replace(alone, layers=1, pattern=self.letters, expert_layers=having, positions=0, tied=True)
+        behind = self.behind[-1:] if self.letters is None else ()
+        alone = replace(
+            alone, layers=1, pattern=self.letters, behind=behind, expert_layers=having, positions=0, tied=True
+        )
         inner = getattr(alone, kind)()
         return {f"mtp.{n}.{name}": each for n in self.numbers for name, each in inner.items() if name != _TABLE}
 

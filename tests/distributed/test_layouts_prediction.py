@@ -61,6 +61,7 @@ LAYOUTS: dict[str, Row] = {
     "letters": {"dp": 1, "pattern": "*-M", "depth_letters": "M*-", "depths": 2, "documents": True},
     "letters, pp2, cp2": {"dp": 1, "pp": 2, "cp": 2, "pattern": "*-|G", "depth_letters": "G-", "depths": 2},
     "letters, experts": {"dp": 2, "pattern": "*-E", "depth_letters": "*E", "depths": 1, "family": "mixtral", "zero": 3},
+    "norms behind": {"dp": 1, "cp": 2, "depths": 2, "output_norm_freq": "[0,1,1,1]", "recompute": "selective"},
     "letters, repeated": {"dp": 1, "pattern": "*-", "depth_letters": "*-*", **REPEATED, "tp": 2, "recompute": "block"},
 }
 
