@@ -137,8 +137,13 @@ def parse_arguments(
 
 def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved fields of a network without those that say which layers it has, if flags say it otherwise."""
-    layers = {"hybrid_layer_pattern": "moe_layer_freq", "num_layers": "hybrid_layer_pattern"}
-    dropped = {other for name, other in layers.items() if name in given and other not in given}
+    of_depths = "mtp_num_layers mtp_hybrid_override_pattern"
+    layers = {
+        "hybrid_layer_pattern": f"moe_layer_freq {of_depths}",
+        "num_layers": "hybrid_layer_pattern mtp_hybrid_override_pattern",
+    }
+    others = (other for name, names in layers.items() if name in given for other in names.split())
+    dropped = {other for other in others if other not in given}
     return {name: value for name, value in saved.items() if name not in dropped}
 
 

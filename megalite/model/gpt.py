@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.batch import FurtherTokens, LayerContext, MicroBatch, first_visible
+from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block, run_layers
 from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, embedding_scale, token_table
@@ -198,7 +198,8 @@ class GPT(StageModule):
             return StageOutput({LOGITS: self.head(hidden)}, terms)
         if self.prediction is not None and (further := micro_batch.further) is not None:
             every = further.with_first(labels, mask)
-            return StageOutput({}, add_sums(terms, self._predict(self.head, self.prediction, hidden, every, context)))
+            found = self.prediction.terms(self.head, hidden, every, context, self.recomputed)
+            return StageOutput({}, add_sums(terms, found))
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
 
     def hidden_states(
@@ -206,21 +207,6 @@ class GPT(StageModule):
     ) -> tuple[Tensor, TermSums]:
         """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
         return self._run_stage(hidden, micro_batch, self._context(micro_batch, cache))
-
-    def _predict(
-        self, head: Head, prediction: Prediction, hidden: Tensor, every: FurtherTokens, context: LayerContext
-    ) -> TermSums:
-        """Run the depths on the network's last hidden states.
-
-        `every`: also has the labels of the network, as those of depth 0. Returns the sums of all losses, and of the
-        terms of the depths' layers.
-        """
-        normed = head.norm(hidden)
-        states, terms = prediction.states(normed, every.tokens, context, self.recomputed)
-        losses = prediction.losses(head, [normed, *states], every.labels.transpose(1, 2))
-        sums = (losses * every.loss_mask.transpose(1, 2)).sum((1, 2))
-        names = [LM_LOSS.name, *(term.name for term in further_terms(self.config))]
-        return add_sums(terms, dict(zip(names, sums.unbind(), strict=True)))
 
     def _run_stage(
         self, hidden: Tensor | None, micro_batch: MicroBatch, context: LayerContext

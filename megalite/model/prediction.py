@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from megalite.config.layer_specs import numbers_in_names
 from megalite.config.model import ModelConfig
-from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.batch import FurtherTokens, LayerContext, MicroBatch
 from megalite.model.block import Block, run_layers
 from megalite.model.embedding import embedding_scale
-from megalite.model.head import Head
+from megalite.model.head import LM_LOSS, Head
 from megalite.model.layer_kinds import make_norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
@@ -89,6 +89,28 @@ class Prediction(nn.Module):
         """Return the module of each depth, in the order of forward."""
         modules = cast(Sequence[Depth], self.depths)
         return [modules[number % len(modules)] for number in range(self.count)]
+
+    def terms(
+        self,
+        head: Head,
+        hidden: Tensor,
+        every: FurtherTokens,
+        context: LayerContext,
+        recomputed: Callable[..., Any],
+    ) -> TermSums:
+        """Return the sums of all losses, and of the terms of the depths' layers.
+
+        Args:
+            hidden: the hidden states that leave the last layer of the network.
+            every: also has the labels of the network, as those of depth 0.
+            recomputed: runs a depth and saves only its input.
+        """
+        normed = head.norm(hidden)
+        states, terms = self.states(normed, every.tokens, context, recomputed)
+        losses = self.losses(head, [normed, *states], every.labels.transpose(1, 2))
+        sums = (losses * every.loss_mask.transpose(1, 2)).sum((1, 2))
+        names = [LM_LOSS.name, *map(term_name, range(1, self.count + 1))]
+        return add_sums(terms, dict(zip(names, sums.unbind(), strict=True)))
 
     def states(
         self, hidden: Tensor, tokens: Tensor, context: LayerContext, recomputed: Callable[..., Any]
