@@ -44,6 +44,8 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
         return tensor.flatten(0, 1).unsqueeze(0)
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)
+    if kind == "projection":
+        return tensor.flatten(1).unsqueeze(0)
     if kind == "gate_up":
         return tensor.flatten(0, -3)
     if kind in ("up", "down", "router", "latent_down", "latent_up"):

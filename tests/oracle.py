@@ -97,16 +97,50 @@ class Oracle(Latents):
 
         A token sees itself and what comes before it, in its own document if `document_ids` are given.
         """
-        routing = Routing() if routing is None else routing
-        sequence = tokens.shape[1]
-        visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
-        if document_ids is not None:
-            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        return self.logits_of(weights, self.normed(weights, tokens, positions, document_ids, dropout, routing))
+
+    def logits_of(self, weights: Weights, normed: Tensor) -> Tensor:
+        """The logits of hidden states behind a final norm."""
+        logits = F.linear(normed, weights.get("output", weights["embedding.word"])) / self.logit_divisor
+        return capped(logits, self.logit_cap)
+
+    def normed(
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None = None,
+        dropout: Dropout = NOTHING_DROPPED,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """The hidden states behind the final norm, `[batch, sequence, hidden]`."""
         hidden = weights["embedding.word"][tokens] * self.embedding_scale
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
-        hidden = dropout.embedding(hidden)
+        hidden = self.run(weights, dropout.embedding(hidden), positions, document_ids, dropout, routing or Routing())
+        return self.norm(weights, "final_norm", hidden)
+
+    def letters(self, weights: Weights) -> str:
+        """The letters of the layers, those of both halves of a layer in order."""
         layers = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("layers.")), default=-1)
+        latents = any(".latent_attention." in name for name in weights)
+        return self.pattern or ("+-" if latents else "*-") * layers
+
+    def run(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        dropout: Dropout,
+        routing: Routing,
+    ) -> Tensor:
+        """All layers; hidden `[batch, sequence, hidden]`."""
+        sequence = positions.shape[1]
+        visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(positions), 1, -1, -1)
+        if document_ids is not None:
+            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        layers = len(self.letters(weights)) // 2
         halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
         for place, (layer, window) in enumerate(zip(halves, self.windows or [None] * len(halves), strict=True)):
             if self.pattern is not None and (letter := self.pattern[place]) in RECURRENT:
@@ -120,9 +154,7 @@ class Oracle(Latents):
             if place in self.unrotated:
                 model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
-        hidden = self.norm(weights, "final_norm", hidden)
-        logits = F.linear(hidden, weights.get("output", weights["embedding.word"])) / self.logit_divisor
-        return capped(logits, self.logit_cap)
+        return hidden
 
     def in_windows(self, rotary_base: float) -> Oracle:
         """Return the oracle for layers with a window, if these have another rotary base."""

@@ -29,6 +29,7 @@ NOT_THE_FUNCTION = {
     "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
+    *("mtp_loss_scaling_factor", "mtp_detach_heads"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
@@ -74,6 +75,12 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
 
 
+def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Tell whether two networks have the same depths of multi-token prediction."""
+    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in map(function_of, (saved, model)))
+    return theirs == ours
+
+
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise CheckpointError if the network in the checkpoint does not compute the same function as `model`.
 
@@ -100,6 +107,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
             )
             different = [name for name in ours if theirs[name] != ours[name]]
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        if any(name.startswith("mtp_") for name in different):
+            lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
@@ -134,6 +143,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     if model.has_latents:
         epsilon = model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon
         values["latent_norm_epsilon"] = epsilon if model.qk_layernorm else None
+    values["mtp_hybrid_override_pattern"] = pattern_of(model.depth_layers) or None
+    values["mtp_use_repeated_layer"] = model.own_depths < model.depths
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))

@@ -75,6 +75,8 @@ def main() -> None:
     from megalite.process.progress import show_progress
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
+    if arguments.saver == "hf":
+        opened = opened.without_depths()
     if arguments.tokenizer_model is not None:
         from megalite.conversion.huggingface import tokenizer_fields
 

@@ -1,5 +1,7 @@
 """Descriptions of layers, and the language of --hybrid-layer-pattern: one letter a layer, | between stages.
 
+Behind / are the letters of a depth, which predicts a further token (`prediction.py`).
+
 A layer has a mixer, a feed-forward layer, or both: a letter is one of them, with its norm and its residual, and a block
 of a GPT is both. To add a letter, give it a record in `LETTERS`, its costs and rules a file in `kinds/`, and its
 module a row in `megalite/model/layer_kinds.py`.
@@ -18,9 +20,11 @@ from megalite.small_files import shown
 Mixer = str
 """Kind of mixer: attention, latent_attention, mamba, gated_delta, kimi_delta, short_convolution, or a program's own."""
 FeedForward = Literal["dense", "moe"]
+Names = tuple[str | None, str | None]
+"""Begin of the names of a layer's mixer and feed-forward layer; None for one that it lacks."""
 PATTERN_FLAG = "--hybrid-layer-pattern"
 MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
-ATTENTION_LETTER, LATENT_LETTER, EXPERTS_LETTER, NEXT_STAGE = "*", "+", "E", "|"
+ATTENTION_LETTER, LATENT_LETTER, EXPERTS_LETTER, NEXT_STAGE, NEXT_DEPTH = "*", "+", "E", "|", "/"
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,6 @@ LETTERS: dict[str, Letter] = {
 """Letters of a pattern; `megalite/library/layer_kinds.py` adds those of a program."""
 _LATER = {
     "D": "sparse attention",
-    "/": "the beginning of a layer of multi-token prediction",
 }
 
 
@@ -115,8 +118,9 @@ def is_free(letter: str) -> bool:
 
 
 def count_of_pattern(pattern: str) -> int:
-    """Return the number of letters of a pattern, known or not."""
-    return len(pattern) - pattern.count(NEXT_STAGE)
+    """Return the number of letters of a pattern, known or not, without those of depths."""
+    main = pattern.partition(NEXT_DEPTH)[0]
+    return len(main) - main.count(NEXT_STAGE)
 
 
 def specs_of_letters(pattern: str) -> list[LayerSpec]:
@@ -134,7 +138,7 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
             what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
                 f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are "
-                f"{', '.join(words)}, {NEXT_STAGE} next stage"
+                f"{', '.join(words)}, {NEXT_STAGE} next stage, {NEXT_DEPTH} depth that predicts a further token"
             )
         specs.append(LETTERS[letter].layer)
     if not specs:
@@ -191,3 +195,32 @@ def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int
         return counts[half] - 1
 
     return tuple((number(layer.mixer), number(layer.feed_forward and "feed-forward")) for layer in layers)
+
+
+def specs_of_depth(layers: Sequence[LayerSpec], letters: str | None) -> tuple[LayerSpec, ...]:
+    """Return the descriptions of a depth's layers.
+
+    Each has the window, the rotation and the norms of the last of `layers` with the same halves. Raises
+    ConfigurationError for letters that have no layer.
+
+    Args:
+        layers: those of the network.
+        letters: those of a depth; None for one layer as the network's last.
+    """
+    if letters is None:
+        return (layers[-1],)
+    last = {spec.kinds: spec for spec in layers}
+    return tuple(last.get(spec.kinds, spec) for spec in specs_of_letters(letters))
+
+
+def layer_names(layers: Sequence[LayerSpec], of_depth: Sequence[LayerSpec], depths: int) -> tuple[Names, ...]:
+    """Return the begin of the names of each layer.
+
+    The layers of the network come first, then those of each depth with weights of its own.
+    """
+    places = [("layers", layers), *((f"mtp.{depth}.layers", of_depth) for depth in range(depths))]
+    return tuple(
+        (None if mixer is None else f"{begin}.{mixer}", None if feeds is None else f"{begin}.{feeds}")
+        for begin, specs in places
+        for mixer, feeds in numbers_in_names(specs)
+    )

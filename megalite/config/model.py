@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -30,8 +31,12 @@ from megalite.config.layer_specs import (
     FeedForward,
     LayerSpec,
     Mixer,
+    Names,
     kinds_without_attention,
+    layer_names,
     numbers_in_names,
+    pattern_of,
+    specs_of_depth,
     specs_of_pattern,
 )
 from megalite.errors import ConfigurationError
@@ -210,7 +215,8 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = None
     """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
     * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
-    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
+    pipeline-model-parallel-layout, and / a depth that predicts a further token, all depths with the same letters.
+    Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -312,6 +318,17 @@ class ModelConfig:
     """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0
     """Divide the output logits by this (Granite)."""
+    mtp_num_layers: Annotated[PositiveInt, at_most(100)] | None = None
+    """Depths of multi-token prediction (arXiv:2412.19437): each predicts one token more, by a layer as the last one, or
+    by those behind / in hybrid-layer-pattern; unset: none."""
+    mtp_hybrid_override_pattern: str | None = None
+    """Letters of each depth, an earlier form of those behind / in hybrid-layer-pattern."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the depths' losses together, each of which has an equal part."""
+    mtp_use_repeated_layer: bool = False
+    """Use one set of weights in all depths."""
+    mtp_detach_heads: bool = False
+    """Let the depths' losses train the depths alone: not the layers before them, the embedding and the output layer."""
 
     @property
     def rotary(self) -> bool:
@@ -350,6 +367,36 @@ class ModelConfig:
         return tuple(replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True))
 
     @property
+    def depths(self) -> int:
+        """Number of depths of multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def shares_embedding(self) -> bool:
+        """True if the last stage has the weight of the first one's embedding, for the output layer or for depths."""
+        return self.depths > 0 or not self.untie_embeddings_and_output_weights
+
+    @property
+    def own_depths(self) -> int:
+        """Number of depths with weights of their own."""
+        return min(self.depths, 1) if self.mtp_use_repeated_layer else self.depths
+
+    @functools.cached_property
+    def depth_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of a depth's layers; none without depths. Raises ConfigurationError as `layers` does."""
+        return specs_of_depth(self.layers, self.mtp_hybrid_override_pattern) if self.depths else ()
+
+    @functools.cached_property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of all layers with weights of their own: of `layers`, then of the depths. Raises as `layers`."""
+        return self.layers + self.depth_layers * self.own_depths
+
+    @property
+    def passed_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of the layers that each token passes, those of a repeated depth several times."""
+        return self.layers + self.depth_layers * self.depths
+
+    @property
     def depth(self) -> str:
         """Number of layers, with the flag that gives it, for messages."""
         if (pattern := self.hybrid_layer_pattern) is None:
@@ -360,7 +407,7 @@ class ModelConfig:
     def kinds(self) -> frozenset[Mixer | FeedForward]:
         """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
         try:
-            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+            return frozenset(kind for layer in self.all_layers for kind in layer.kinds)
         except ConfigurationError:
             return frozenset()
 
@@ -371,13 +418,21 @@ class ModelConfig:
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
-        """Numbers of each layer's mixer and feed-forward layer in the names of their weights; in a GPT, the layer's."""
-        return numbers_in_names(self.layers)
+        """Numbers of the mixer and the feed-forward layer of each of `all_layers`, by which their dropout is keyed.
+
+        Those of `layers` are in the names of their weights; in a GPT, they are the layer's.
+        """
+        return numbers_in_names(self.all_layers)
+
+    @functools.cached_property
+    def names(self) -> tuple[Names, ...]:
+        """Begin of the names of each of `all_layers`."""
+        return layer_names(self.layers, self.depth_layers, self.own_depths)
 
     @property
     def has_dense_layers(self) -> bool:
         """True if some layers have a dense feed-forward layer. Raises ConfigurationError as `layers` does."""
-        return any(layer.feed_forward == "dense" for layer in self.layers)
+        return any(layer.feed_forward == "dense" for layer in self.all_layers)
 
     @property
     def has_latents(self) -> bool:
@@ -477,6 +532,8 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         return model
     if len(mixers) != len(feeds) or not (in_turn or in_any_order):
         return model
+    if model.depths and pattern_of(model.depth_layers) != pattern_of(model.layers[-2:]):
+        return model
     with_experts = [int(layer.feed_forward == "moe") for layer in feeds]
     windowed = [int(layer.keys_before is not None) for layer in mixers]
     return replace(
@@ -487,4 +544,25 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
         output_norm_freq=None if model.output_norm_freq is None else str(behind),
         hybrid_layer_pattern=None,
+        mtp_hybrid_override_pattern=None,
+    )
+
+
+def with_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> ModelConfig:
+    """Return the network that has these layers, of the kinds of those of `model`, in place of its own."""
+    with_experts = [int(spec.feed_forward == "moe") for spec in layers]
+    windowed = [int(spec.keys_before is not None) for spec in layers]
+    unrotated = [int(not spec.rotary) for spec in layers]
+    behind = [int(spec.output_norm) for spec in layers]
+    linear = [int(not spec.attends) for spec in layers]
+    patterned = model.hybrid_layer_pattern is not None
+    return replace(
+        model,
+        num_layers=len(layers),
+        hybrid_layer_pattern=pattern_of(layers) if patterned else None,
+        moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
+        window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
+        linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
     )

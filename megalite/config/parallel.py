@@ -89,9 +89,10 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Annotated[PositiveInt, at_most(MOST_LAYERS)] | None = None
     """Stages per rank; unset: 2 with zb-v, or derived from the two related flags, else 1."""
     pipeline_model_parallel_layout: str | None = None
-    """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
-    repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline ranks in rounds. auto: such that all stages
-    take about as long, by predicted times, or with auto:FILE by those of each rank that profile-pipeline wrote."""
+    """Contents of each stage, by letters: E embedding, t layer, m depth of mtp-num-layers (before L, in its stage), L
+    output and loss, | next stage; x*n and (..)*n repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline
+    ranks in rounds. auto: such that all stages take about as long, by predicted times, or with auto:FILE by those of
+    each rank that profile-pipeline wrote."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None
@@ -100,6 +101,9 @@ class ParallelConfig:
     """Give the first stage one layer less, because of the embedding."""
     account_for_loss_in_pipeline_split: bool = False
     """Give the last stage one layer less, because of the output layer and the loss."""
+    mtp_standalone: bool = False
+    """Give the depths of mtp-num-layers the last stage, with the loss and no layers of the network; off: they follow
+    its last layers on that stage."""
     microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
     """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True

@@ -20,6 +20,7 @@ from megalite.config.megatron_flags import Note
 from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
+from megalite.config.prediction import DEPTHS_FLAG, with_depths_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -122,7 +123,10 @@ def parse_arguments(
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
-    model, parallel = with_stages_of_pattern(config.model, config.parallel)
+    model = with_depths_of_pattern(config.model)
+    if config.model.mtp_num_layers not in (None, model.mtp_num_layers):
+        notes.append(Note(DEPTHS_FLAG, f"changes nothing, since {PATTERN_FLAG} has {model.depths} depths"))
+    model, parallel = with_stages_of_pattern(model, config.parallel)
     config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
@@ -139,8 +143,13 @@ def parse_arguments(
 
 def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved fields of a network without those that say which layers it has, if flags say it otherwise."""
-    layers = {"hybrid_layer_pattern": "moe_layer_freq", "num_layers": "hybrid_layer_pattern"}
-    dropped = {other for name, other in layers.items() if name in given and other not in given}
+    of_depths = "mtp_num_layers mtp_hybrid_override_pattern"
+    layers = {
+        "hybrid_layer_pattern": f"moe_layer_freq {of_depths}",
+        "num_layers": "hybrid_layer_pattern mtp_hybrid_override_pattern",
+    }
+    others = (other for name, names in layers.items() if name in given for other in names.split())
+    dropped = {other for other in others if other not in given}
     return {name: value for name, value in saved.items() if name not in dropped}
 
 

@@ -36,6 +36,7 @@ from megalite.config.validate_model import (
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
+from megalite.config.validate_prediction import prediction_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -177,6 +178,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _experts(config),
         _positions(config),
         relation_problems(model),
+        prediction_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),
@@ -470,7 +472,7 @@ def _uneven_experts(config: RunConfig, has_dense_layers: bool) -> Iterator[str]:
 def _feed_forwards(model: ModelConfig) -> set[str]:
     """Return the kinds of feed-forward layers of the network; all kinds if the layers are not known."""
     try:
-        return {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
+        return {layer.feed_forward for layer in model.all_layers if layer.feed_forward is not None}
     except ConfigurationError:  # reported by `relation_problems`
         return {"dense", "moe"}
 

@@ -14,6 +14,7 @@ from megalite.config.kinds.table import kind_problems, splits
 from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
+from megalite.config.prediction import depth_problems
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -62,9 +63,10 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     if model.hybrid_layer_pattern is not None:
         yield from _pattern(model, model.hybrid_layer_pattern)
     try:
-        _ = model.layers
+        _ = model.all_layers
     except ConfigurationError as error:
         yield str(error)
+    yield from depth_problems(model)
     yield from _variant(model)
     yield from kind_problems(model)
     if model.has_attention:
@@ -103,9 +105,10 @@ def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
             f"{what} and --window-size: give --window-attn-skip-freq as a list with an entry for each letter, 1 for "
             "attention in the window, because a number counts all letters"
         )
-    if EXPERTS_LETTER in pattern and model.num_experts is None:
+    has_experts = EXPERTS_LETTER in pattern + (model.mtp_hybrid_override_pattern or "")
+    if has_experts and model.num_experts is None:
         yield f"{what} has layers with experts ({EXPERTS_LETTER}): give --num-experts, or write - for a dense layer"
-    if EXPERTS_LETTER not in pattern and model.num_experts is not None:
+    if not has_experts and model.num_experts is not None:
         yield f"{what} has no layer with experts ({EXPERTS_LETTER}): leave --num-experts out, or write one"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megalite.config import ModelConfig
+from megalite.config.layer_specs import numbers_in_names
 from megalite.model.layer_kinds import LAYER_KINDS
 
 _MODULES = {"dense": "mlp"}
@@ -16,7 +17,7 @@ def numbers_by_layer(model: ModelConfig, halves: int) -> list[dict[str, int]]:
     """
     found: list[dict[str, int]] = []
     place = 0
-    for spec, numbers in zip(model.layers, model.numbers, strict=True):
+    for spec, numbers in zip(model.layers, numbers_in_names(model.layers), strict=True):
         for kind, number in zip((spec.mixer, spec.feed_forward), numbers, strict=True):
             if kind is None or number is None:
                 continue

@@ -51,7 +51,7 @@ _OTHER_NAMES = {
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
-_SWITCHES_AND_COUNTS = """qk_l2_norm apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model
+_SWITCHES_AND_COUNTS = """qk_l2_norm apply_residual_connection_post_layernorm mtp_hsm is_hybrid_model
     use_mup retro_add_retriever moe_apply_probs_on_input"""
 _CHOICES = """softmax_scale mrope_section heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     spec"""

@@ -15,11 +15,13 @@ from megalite.config.layer_specs import (
     LATENT_LETTER,
     LETTERS,
     MAMBA_LETTER,
+    NEXT_DEPTH,
     NEXT_STAGE,
     pattern_of,
     specs_of_letters,
 )
 from megalite.config.megatron_latents import RopeType, with_megatrons_rotation
+from megalite.config.prediction import FIELDS, split_pattern
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
@@ -40,7 +42,7 @@ LAYER_ARGUMENTS = {
     *(name for names in _OF_LETTERS.values() for name in names.split()),
     *_PATTERN,
     *("experimental_attention_variant", "linear_attention_freq", "window_size", "window_attn_skip_freq"),
-    *("no_rope_freq", "multi_latent_attention", "rope_type"),
+    *("no_rope_freq", "multi_latent_attention", "rope_type", *FIELDS.split()),
 }
 """Arguments that are read here."""
 _READ_BY_OTHERS = """kv_channels use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor
@@ -67,17 +69,23 @@ def layers_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     rotation = arguments.get("no_rope_freq")
     found = _window(arguments) | ({"no_rope_freq": as_text(rotation)} if rotation else {})  # 0 means none
+    if arguments.get("mtp_num_layers"):
+        found |= {name: arguments[name] for name in FIELDS.split() if arguments.get(name) is not None}
     if (pattern := pattern_in(arguments)) is None:
         latents = {"multi_latent_attention": True} if arguments.get("multi_latent_attention") else {}
         return found | latents | _sizes(arguments, LATENT_LETTER * bool(latents)) | _linear_attention(arguments)
     if not isinstance(pattern, str):
         return found | {"hybrid_layer_pattern": pattern}
-    letters = pattern.replace(NEXT_STAGE, "")  # stages are no part of a network
     try:
+        letters, parts = split_pattern(pattern)
+        letters = letters.replace(NEXT_STAGE, "")  # stages are no part of a network
         specs_of_letters(letters)
     except ConfigurationError as error:
         raise CheckpointError(f"  {error}") from error
-    return found | _sizes(arguments, letters) | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
+    if parts:
+        found |= {"mtp_num_layers": len(parts), "mtp_hybrid_override_pattern": parts[0]}
+    of_layers = _sizes(arguments, letters + "".join(parts))
+    return found | of_layers | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
 
 
 def _linear_attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,11 +156,12 @@ def as_text(value: object) -> str:
 
 def layer_problems(model: ModelConfig) -> Iterator[str]:
     """Yield a line for what a network has that Megatron-LM computes otherwise, or that is not converted."""
-    if others := [letter for letter in LETTERS if letter not in _THEIRS and letter in pattern_of(model.layers)]:
+    letters = pattern_of(model.all_layers)
+    if others := [letter for letter in LETTERS if letter not in _THEIRS and letter in letters]:
         yield f"--hybrid-layer-pattern with {' and '.join(others)}: such layers are not converted"
     if model.has_latents and model.attention_output_gate:
         yield "--attention-output-gate with latent attention: Megatron-LM has no such network"
-    if any(layer.mixer == "gated_delta" for layer in model.layers):  # its norm and activation are the network's there
+    if "gated_delta" in model.kinds:  # its norm and activation are the network's there
         if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
             without = "a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p"
             yield f"{without}: its norm is the network's in Megatron-LM, and always a plain RMSNorm in megalite"
@@ -167,7 +176,7 @@ def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:
         "window_size": next(((before, 0) for before in windows if before is not None), None),
         "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
         "no_rope_freq": [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq is not None else None,
-        **{name: getattr(model, name) for name in _names(pattern_of(model.layers))},
+        **{name: getattr(model, name) for name in _names(pattern_of(model.all_layers))},
     }
     if model.experimental_attention_variant is not None:
         linear = [int(layer.mixer == "gated_delta") for layer in model.layers]
@@ -178,6 +187,9 @@ def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:
             arguments["position_embedding_type"] = "rope"
         names = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
         arguments |= {name: getattr(model, name) for name in names}
+    if model.depths:
+        arguments |= {name: getattr(model, name) for name in FIELDS.split()} | {"mtp_hybrid_override_pattern": None}
     if (pattern := model.hybrid_layer_pattern) is not None:
+        pattern += f"{NEXT_DEPTH}{model.mtp_hybrid_override_pattern}" * model.depths
         arguments |= {"hybrid_layer_pattern": pattern, "is_hybrid_model": True, "spec": list(_SPEC)}
     return arguments

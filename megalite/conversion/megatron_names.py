@@ -183,8 +183,12 @@ _OTHER_NAMES = (  # names of older versions, and without Transformer Engine; rep
     (r"\.(pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp.linear_fc1.layer_norm_"),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"^word_embeddings_for_head\.", "output_layer."),
+    (r"^(mtp\.layers\.\d+\.)transformer_layer\.", r"\1mtp_model_layer."),
 )
-_NORM = re.compile(r"(decoder\.layers\.(\d+)\.)(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)")
+_NORM = re.compile(
+    r"((?:decoder|mtp\.layers\.\d+\.(?:mtp_model|transformer)_layer)\.(?:layers\.(\d+)\.)?)"
+    r"(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)"
+)
 _LATENT_NORM = re.compile(r"\.(q|kv)_layernorm\.")
 _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
@@ -201,15 +205,17 @@ def written(name: str, model: ModelConfig) -> str:
 
     The norm before experts is not fused with their first matrix, nor that before attention over latents, whose norms
     are fused with the matrices that read them. That before a gated delta net is fused with its own. The norm after all
-    layers has another name if there is a pattern of layers.
+    layers, and the layers of depths, have other names if there is a pattern of layers.
     """
     if model.hybrid_layer_pattern is not None:
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    else:
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.")
     if model.has_latents:
         name = _LATENT_NORM.sub(r".linear_\1_up_proj.layer_norm_", name)
     if (found := _NORM.fullmatch(name)) is None:
         return name
-    layer = model.layers[int(found[2])]
+    layer = (model.depth_layers if name.startswith("mtp.") else model.layers)[int(found[2] or 0)]
     if layer.feed_forward == "moe" and found[3].startswith("mlp"):
         return f"{found[1]}pre_mlp_layernorm.{found[4]}"
     if layer.mixer == "latent_attention" and found[3].startswith("self_attention"):

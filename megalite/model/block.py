@@ -6,7 +6,7 @@ attention(...) and mlp(...). With output norms alone, the layer is x + norm(atte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from megalite.model.norm import LayerNorm
 from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
-from megalite.parallel.stage import NO_SUMS, TermSums
+from megalite.parallel.stage import NO_SUMS, TermSums, add_sums
 
 
 class LayerOutput(NamedTuple):
@@ -38,15 +38,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__()
-        spec, (mixer, feed_forward) = config.layers[layer], config.numbers[layer]
+        spec, (mixer, feed_forward), names = config.all_layers[layer], config.numbers[layer], config.names[layer]
         mixes = None if spec.mixer is None else LAYER_KINDS[spec.mixer]
         feeds = None if spec.feed_forward is None else LAYER_KINDS[spec.feed_forward]
 
-        def norm(kind: LayerKind | None, number: int | None, *, of_output: bool = False) -> LayerNorm | None:
+        def norm(kind: LayerKind | None, name: str | None, *, of_output: bool = False) -> LayerNorm | None:
             if kind is None or not (config.sandwich_norm or spec.output_norm == of_output):
                 return None
-            name = kind.output_norm if of_output else kind.norm
-            return make_norm(config)(context, f"layers.{number}.{name}", config.hidden_size)
+            what = kind.output_norm if of_output else kind.norm
+            return make_norm(config)(context, f"{name}.{what}", config.hidden_size)
 
         def site(kind: LayerKind | None, number: int | None) -> Site | None:
             return None if kind is None or number is None else Site(number, kind.site)
@@ -54,10 +54,10 @@ class Block(nn.Module):
         def half(kind: LayerKind | None) -> nn.Module | None:
             return None if kind is None else kind.make(config, context, layer, recompute)
 
-        self.input_norm, self.attention = norm(mixes, mixer), cast(MixerModule | None, half(mixes))
-        self.mlp_norm, self.mlp = norm(feeds, feed_forward), cast(FeedForwardModule | None, half(feeds))
-        self.attention_output_norm = norm(mixes, mixer, of_output=True)
-        self.mlp_output_norm = norm(feeds, feed_forward, of_output=True)
+        self.input_norm, self.attention = norm(mixes, names[0]), cast(MixerModule | None, half(mixes))
+        self.mlp_norm, self.mlp = norm(feeds, names[1]), cast(FeedForwardModule | None, half(feeds))
+        self.attention_output_norm = norm(mixes, names[0], of_output=True)
+        self.mlp_output_norm = norm(feeds, names[1], of_output=True)
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
         self.multiplier = config.residual_multiplier
         """Factor of the branches."""
@@ -111,3 +111,12 @@ class Block(nn.Module):
             transformed = self.mlp_output_norm(transformed)
         branch = dropout(transformed, probability, context.key, self.mlp_site, context.rows)
         return LayerOutput(hidden, branch if self.multiplier == 1.0 else branch * self.multiplier, terms)
+
+
+def run_layers(layers: Iterable[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+    """Run blocks one after another. Returns the hidden states with the last branch, and the sums of the loss terms."""
+    branch, terms = None, NO_SUMS
+    for layer in layers:
+        hidden, branch, own = layer(hidden, branch, context)
+        terms = add_sums(terms, own)
+    return hidden if branch is None else hidden + branch, terms

@@ -77,7 +77,7 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
 
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
     """Make the attention of a layer from the network's configuration."""
-    number, _ = config.numbers[layer]
+    (number, _), (name, _) = config.numbers[layer], config.names[layer]
     assert number is not None
     scalar = config.query_pre_attn_scalar
     sizes = AttentionSizes(
@@ -89,12 +89,12 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         output_std=config.output_init_std,
         bias=config.add_bias_linear or config.add_qkv_bias,
         output_bias=config.add_bias_linear,
-        window=config.layers[layer].keys_before,
+        window=config.all_layers[layer].keys_before,
         scale=None if scalar is None else 1.0 / math.sqrt(scalar),
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
-        rotary=config.layers[layer].rotary,
+        rotary=config.all_layers[layer].rotary,
         output_gate=config.attention_output_gate,
         softmax_type=config.softmax_type,
     )
@@ -103,7 +103,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
     norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
-        f"layers.{number}.attention",
+        f"{name}.attention",
         sizes,
         norm=None if over_heads else norm,
         norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
@@ -117,7 +117,7 @@ def make_latent_attention(
     config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute
 ) -> LatentAttention:
     """Make the latent attention of a layer from the network's configuration."""
-    number, _ = config.numbers[layer]
+    (number, _), (name, _) = config.numbers[layer], config.names[layer]
     assert number is not None
     sizes = LatentSizes(
         hidden=config.hidden_size,
@@ -139,7 +139,7 @@ def make_latent_attention(
     norm = functools.partial(make_norm(config), eps=epsilon, decays=config.apply_wd_to_qk_layernorm)
     return LatentAttention(
         context,
-        f"layers.{number}.latent_attention",
+        f"{name}.latent_attention",
         sizes,
         norm=norm if config.qk_layernorm else None,
         layer=number,
@@ -157,7 +157,7 @@ def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
 
 
 def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:
-    return MLP(context, f"layers.{config.numbers[layer][1]}.mlp", feed_forward_sizes(config, config.ffn_size))
+    return MLP(context, f"{config.names[layer][1]}.mlp", feed_forward_sizes(config, config.ffn_size))
 
 
 def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MoE:
@@ -165,7 +165,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
     shared = config.moe_shared_expert_intermediate_size
     experts = MoE(
         context,
-        f"layers.{config.numbers[layer][1]}.moe",
+        f"{config.names[layer][1]}.moe",
         Router(config, context, layer),
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
@@ -191,7 +191,7 @@ def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, str, Rec
     """
 
     def make_layer(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> nn.Module:
-        return make(config, context, f"layers.{config.numbers[layer][0]}.{name}", recompute)
+        return make(config, context, f"{config.names[layer][0]}.{name}", recompute)
 
     return LayerKind(make_layer, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
 

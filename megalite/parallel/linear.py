@@ -207,9 +207,13 @@ class ColumnParallelLinear(nn.Module):
             return self.biases[0] if self.biases else None
         return torch.cat(list(self.biases))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
-        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *self.weights)
+    def forward(self, input: Tensor, *, frozen: bool = False) -> Tensor:
+        """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size].
+
+        `frozen`: the weights get no gradient.
+        """
+        weights = [weight.frozen_alias() for weight in self.weights] if frozen else self.weights
+        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *weights)
         bias = self.bias if self.adds_bias else None
         return output if bias is None else output + bias
 

@@ -109,12 +109,12 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
     """Compile each layer when it first runs. Call `choose_kernels` before."""
     _leave_untraced()
     for chunk in chunks:
-        for layer in chunk.layers:
+        for _, layer in chunk.numbered_layers():
             in_parts: Any = layer.in_parts
             if in_parts is not None:
                 in_parts.transform = torch.compile(in_parts.transform, backend=backend, dynamic=False)
                 layer.in_parts = torch.compiler.disable(in_parts)
-            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+            vars(layer)["forward"] = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -24,11 +24,14 @@ from tests.harness.covering_array import Row
 from tests.initial_weights import Network
 from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
+from tests.prediction_oracle import Depths
+from tests.prediction_weights import NetworkWithDepths
 
 SEQUENCE = 12
 LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
 LAYERS = 4
 HIDDEN = 16
+DEPTHS_FACTOR = 0.6
 
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
@@ -152,10 +155,15 @@ class Cell:
     parallel_residual: bool = False  # also in families that do not have it
     pattern: str | None = None  # of layers, each one half of a block, with | between stages; None: of LAYERS blocks
     recurrent: str = "grouped"  # sizes of recurrent layers
+    depths: int = 0  # of multi-token prediction
+    depth_letters: str | None = None  # of each of them; None: a layer as the last one
+    repeated: bool = False  # one set of weights for all depths
+    detached: bool = False  # their losses train the depths alone
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
+    standalone: bool = False  # depths on a stage without layers
     schedule: str = "1f1b"  # with interleaved-1f1b, followed by the number of stages per rank
     dp: int = 1
     cp: int = 1
@@ -227,7 +235,8 @@ class Cell:
             borders = [0, *itertools.accumulate(map(len, self.pattern.split("|")))]
             assert len(borders) == count + 1, f"{self}: other stages than the schedule has"
         else:
-            borders = [stage * layers(self) // count for stage in range(count + 1)]
+            shared = count - self.standalone
+            borders = [stage * layers(self) // shared for stage in range(shared + 1)] + [layers(self)] * self.standalone
         return [
             StageLayers(first, stop - first, embedding=stage == 0, loss=stage == count - 1)
             for stage, (first, stop) in enumerate(itertools.pairwise(borders))
@@ -254,7 +263,9 @@ class Cell:
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
         pattern = self.pattern and self.pattern.replace("|", "")
-        return replace(self, **plain, pattern=pattern, shares=None, compiled=None, infinity_on=None).on_device()
+        return replace(
+            self, **plain, pattern=pattern, standalone=False, shares=None, compiled=None, infinity_on=None
+        ).on_device()
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
@@ -407,6 +418,11 @@ def _plain_model(cell: Cell) -> ModelConfig:
         vocab_size=vocabulary,
         make_vocab_size_divisible_by=divisor,
         init_method_std=0.2,
+        mtp_num_layers=cell.depths or None,
+        mtp_hybrid_override_pattern=cell.depth_letters,
+        mtp_loss_scaling_factor=DEPTHS_FACTOR,
+        mtp_use_repeated_layer=cell.repeated,
+        mtp_detach_heads=cell.detached,
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
     )
@@ -415,19 +431,20 @@ def _plain_model(cell: Cell) -> ModelConfig:
 def recurrent_options(cell: Cell) -> dict[str, Any]:
     """Return the options of recurrent layers; none in networks without them. Chunks are shorter than samples."""
     options: dict[str, Any] = {}
-    if "M" in (cell.pattern or ""):
+    letters = (cell.pattern or "") + (cell.depth_letters or "")
+    if "M" in letters:
         names = ("num_heads", "num_groups", "head_dim", "state_dim", "conv_kernel_dim")
         options |= {f"mamba_{name}": size for name, size in zip(names, MAMBA[cell.recurrent], strict=True)}
         options["mamba_chunk_size"] = 5
-    if "G" in (cell.pattern or ""):
+    if "G" in letters:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
         options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
-    if "K" in (cell.pattern or ""):
+    if "K" in letters:
         names = ("num_heads", "head_dim", "conv_kernel_dim", "lower_bound")
         options |= {f"kda_{name}": size for name, size in zip(names, KIMI[cell.recurrent], strict=True)}
         options["kda_chunk_size"] = 4
-    if "L" in (cell.pattern or ""):
+    if "L" in letters:
         options["short_conv_kernel_dim"], options["short_conv_bias"] = CONVOLUTION[cell.recurrent]
     return options
 
@@ -475,7 +492,9 @@ def network(cell: Cell) -> Network:
     gemma = cell.family in ("gemma", "gemma3")
     plain, oss = cell.family in LLAMAS or gemma, cell.family == "gpt-oss"
     family = cell.family
-    return Network(
+    return NetworkWithDepths(
+        depths=min(cell.depths, 1) if cell.repeated else cell.depths,
+        letters=cell.depth_letters,
         layers=layers(cell),
         pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden=HIDDEN,
@@ -594,6 +613,10 @@ def oracle(cell: Cell) -> Oracle:
         score_cap=2.0,
         logit_cap=3.0,
     )
+
+
+def depths(cell: Cell) -> Depths:
+    return Depths(cell.depths, cell.depth_letters, cell.repeated, cell.detached, DEPTHS_FACTOR)
 
 
 def sample_numbers(cell: Cell, step: int) -> range:

@@ -36,6 +36,29 @@ def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size:
     return megatron_core.load(model, folder, tokens, tensor_parallel_size, _build)
 
 
+def depths(
+    model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int, args: dict[str, Any] | None = None
+) -> Tensor:
+    """Return what enters the output layer at each depth from 0 on, [depths + 1, tokens, batch, hidden].
+
+    The network is loaded from a folder, all of whose tensors it must use; or, with the arguments of a run, saved there
+    as `save` does.
+    """
+    _stand_in()
+    found: list[Tensor] = []
+
+    def build(*arguments: Any) -> Any:
+        network = _build(*arguments)
+        network.mtp.register_forward_hook(lambda module, given, output: found.append(output))
+        return network
+
+    if args is None:
+        megatron_core.load(model, folder, tokens, tensor_parallel_size, build)
+    else:
+        megatron_core.save(model, args, folder, tokens, tensor_parallel_size, "per layer", build)
+    return found[-1].unflatten(0, (1 + model.depths, -1)).clone()
+
+
 def _build(model: ModelConfig, tensor_parallel_size: int, names: Names) -> Any:
     """Build a network with a pattern.
 
@@ -62,11 +85,14 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names) -> Any:
         linear_value_head_dim=model.linear_value_head_dim,
         linear_num_key_heads=model.linear_num_key_heads,
         linear_num_value_heads=model.linear_num_value_heads,
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_use_repeated_layer=model.mtp_use_repeated_layer,
     )
+    of_depths = f"/{model.mtp_hybrid_override_pattern}" * model.depths
     return HybridModel(
         config,
         _stack(names == "transformer engine", model),
-        hybrid_layer_pattern=model.hybrid_layer_pattern,
+        hybrid_layer_pattern=f"{model.hybrid_layer_pattern}{of_depths}",
         **network_options(model, tensor_parallel_size),
     )
 
@@ -87,6 +113,12 @@ def _stack(fused_names: bool, model: ModelConfig) -> Any:
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -119,6 +151,16 @@ def _stack(fused_names: bool, model: ModelConfig) -> Any:
     norm_of_latents = WrappedTorchNorm if model.qk_layernorm else IdentityOp
     to_latents = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
     projections = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    depth = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=None,  # made by the pattern
+            layer_norm=WrappedTorchNorm,
+        ),
+    )
     matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=HybridStack,
@@ -164,6 +206,9 @@ def _stack(fused_names: bool, model: ModelConfig) -> Any:
             ),
             moe_layer=feed_forward(
                 TransformerLayer, get_moe_module_spec(use_te=False, num_experts=model.num_experts or 1), {}
+            ),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
             ),
         ),
     )

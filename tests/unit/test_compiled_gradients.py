@@ -61,6 +61,7 @@ ELSEWHERE = {
     "_Begin": "of a transfer, whose messages are not traced; returns a new tensor, and rows as they come",
     "_End": "",
     "_UseOf": "returns a view",
+    "_WithoutGradient": "in FurtherEmbedding, which is no layer; returns a view",
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
     "_WithSink": "in LocalCore, which is not traced",
     "_OverHeads": "in HeadsNorm, which is not traced",

@@ -60,7 +60,7 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
     [
         ("moe_apply_probs_on_input", True),
         ("qk_l2_norm", True),
-        ("mtp_num_layers", 1),
+        ("mtp_num_layers", "1"),
         ("spec", ["some.module", "spec"]),
         ("apply_residual_connection_post_layernorm", True),
         ("position_embedding_type", "mrope"),

@@ -140,7 +140,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("+-", "--latent-norm-epsilon 1e-6", "--latent-norm-epsilon needs --qk-layernorm, which normalises latents"),
         ("+-", "--tp 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
         ("D", "", "'D', character 1, is sparse attention, which"),
-        ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
+        ("*-/*-/-*", "", "has the depths '*-' and '-*': give all of them the same letters"),
         ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, K Kimi"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
@@ -273,7 +273,7 @@ def test_megatrons_program_for_patterns_takes_its_spec(spec: str) -> None:
         ("--spec my.layers spec", "--spec my.layers spec: is not supported: the layers follow from the flags"),
         ("--spec", "--spec needs a value: megatron.core.models.hybrid.hybrid_layer_specs or hybrid_stack_spec or"),
         (f"{SPEC} --hybrid-attention-ratio 0.1", "--hybrid-attention-ratio was removed, use --hybrid-layer-pattern"),
-        (f"{SPEC} --mtp-hybrid-override-pattern *", "--mtp-hybrid-override-pattern is for multi-token prediction"),
+        (f"{SPEC} --mtp-hybrid-override-pattern *", "missing: --hybrid-layer-pattern"),
     ],
 )
 def test_megatrons_program_for_patterns_says_what_it_lacks(flags: str, problem: str) -> None:

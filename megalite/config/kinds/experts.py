@@ -71,7 +71,7 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
 def what_has_experts(model: ModelConfig) -> str:
     """Return what a network without experts lacks, for messages about their flags."""
     pattern = model.hybrid_layer_pattern
-    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern
+    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern + (model.mtp_hybrid_override_pattern or "")
     return f"a layer with experts ({EXPERTS_LETTER}) in {PATTERN_FLAG}" if lacks_letter else "--num-experts"
 
 
