@@ -32,13 +32,15 @@ CASES: list[tuple[str, str, dict[str, Any], int]] = [
     ("M*-", "*M", {}, 1),
     ("*E", "*E", {"mtp_use_repeated_layer": True}, 1),
     ("G*-", "-*", {}, 2),
+    ("+E", "+E", {"mtp_num_layers": 1}, 1),
+    ("+-", "+-", {"mtp_num_layers": 1}, 2),
 ]
 
 
 def model_of(letters: str, of_depth: str, options: dict[str, Any]) -> ModelConfig:
     both = pattern(letters + "".join(each for each in of_depth if each not in letters))
     main = replace(both, num_layers=len(letters), hybrid_layer_pattern=letters)
-    return replace(main, mtp_num_layers=2, mtp_hybrid_override_pattern=of_depth, **options)
+    return replace(main, **{"mtp_num_layers": 2, "mtp_hybrid_override_pattern": of_depth} | options)
 
 
 @torch.no_grad()
@@ -75,5 +77,5 @@ def test_what_megatron_core_saves_is_read(
     model = model_of(letters, of_depth, options)
     expected = rank_pools(ranks).run(megatron_hybrid.depths, model, tmp_path, TOKENS, ranks, arguments(model))[0]
     again = open_megatron(tmp_path)
-    assert again.config.depths == 2
+    assert again.config.depths == model.depths
     close(states(again), expected)
