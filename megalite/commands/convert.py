@@ -76,7 +76,9 @@ def main() -> None:
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
     if arguments.saver == "hf":
-        opened = opened.without_depths()
+        from megalite.conversion.huggingface import without_unknown_depths
+
+        opened = without_unknown_depths(opened)
     if arguments.tokenizer_model is not None:
         from megalite.conversion.huggingface import tokenizer_fields
 

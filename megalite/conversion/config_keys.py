@@ -285,13 +285,22 @@ PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def prediction_layers(config: Json) -> int:
-    """Return the number of layers that predict further tokens, none of which megalite has."""
+    """Return the number of layers that predict further tokens."""
     counts = [value_of(config, name, 0) for name in PREDICTION_LAYERS if name in config] or [1]
     if any(type(count) is not int or not 0 <= count <= MOST_LAYERS for count in counts):
         raise CheckpointError(f"{PREDICTION_LAYERS[0]} is {shown(counts[0])}, which is no number of layers")
     if len({*counts}) > 1:
         raise CheckpointError(f"{' and '.join(PREDICTION_LAYERS)} differ")
     return counts[0]
+
+
+def prediction_depths() -> Keys:
+    """Return the entry for layers that predict further tokens: each is a depth of multi-token prediction."""
+
+    def read(config: Json) -> dict[str, Any]:
+        return {"mtp_num_layers": prediction_layers(config) or None}
+
+    return Keys(PREDICTION_LAYERS, read, lambda model: {PREDICTION_LAYERS[0]: model.depths})
 
 
 def without_prediction_layers() -> Keys:

@@ -54,7 +54,7 @@ class Family:
     """Pattern for the names of tensors of layers that predict further tokens, {layers} for the numbers after the last
     layer; None if models have none.
 
-    megalite does not have such layers: they are left out on reading, with a note.
+    They are left out on reading, with a note, unless `keys` make them depths (`prediction_depths`).
     """
     halves: int = 2
     """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
@@ -109,7 +109,7 @@ class Family:
         for fate in self.fates.of_keys(config):
             yield read[fate.key] if fate.kind == "used" else fate
 
-    def left_out(self, config: Json) -> str | None:
+    def of_prediction_layers(self, config: Json) -> str | None:
         """Return a pattern for the names of the tensors of prediction layers; None if the model has none.
 
         `config` is one that `model` accepts.

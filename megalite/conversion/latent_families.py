@@ -10,6 +10,7 @@ from megalite.conversion.family import Family
 from megalite.conversion.latent_keys import LATENT_NORMS, kimi_letters, latent_rotary, latent_sizes, with_names
 from megalite.conversion.layer_keys import only_with
 from megalite.conversion.mapping import MappedBox, Rule, norm
+from megalite.conversion.prediction_layers import OF_DEPTHS
 from megalite.conversion.recurrent_rules import kimi_convolutions, kimi_delta, norms
 from megalite.conversion.shared_rules import (
     ATTENTION,
@@ -132,11 +133,11 @@ DEEPSEEK_V3 = Family(
         keys.expert_groups(8, 4),
         fixed("topk_method", "noaux_tc"),
         fixed("scoring_func", "sigmoid"),
-        keys.without_prediction_layers(),
+        keys.prediction_depths(),
     ),
     _OF_ALL_LAYERS | SIGMOID,
-    _rules(MLP, *experts(MLP)),
-    rewritten=_rules(MLP, *fused_experts(MLP)),
+    _rules(MLP, *experts(MLP), *OF_DEPTHS),
+    rewritten=_rules(MLP, *fused_experts(MLP), *OF_DEPTHS),
     further=r"model\.layers\.({layers})\..*",
     other_names=("kimi_k2",),
     unpack=block_fp8.unpacked,

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megalite.config import ModelConfig
-from megalite.config.layer_specs import numbers_in_names
+from megalite.config.layer_specs import LayerSpec, numbers_in_names
 from megalite.model.layer_kinds import LAYER_KINDS
 
 _MODULES = {"dense": "mlp"}
 """Words in names for the modules of kinds, where a kind's own name is not the word."""
+_OF_DEPTH = ("embedding_norm", "hidden_norm", "projection", "final_norm")
+"""Words in names for what a depth of multi-token prediction has beside its layers."""
 
 
-def numbers_by_layer(model: ModelConfig, halves: int) -> list[dict[str, int]]:
-    """Return, for each layer of files, the numbers in names of its tensors, by the word after the number.
+def begins_by_layer(model: ModelConfig, halves: int) -> list[dict[str, str]]:
+    """Return, for each layer of files, the begins of the names of its tensors, by the word after the begin.
+
+    Layers of depths of multi-token prediction follow those of the network, the first of each with the depth's norms.
 
     `halves`: number of halves of a layer of the files: 2 (a mixer and a feed-forward layer), or 1 (either).
     """
-    found: list[dict[str, int]] = []
+    depths = [(f"mtp.{depth}", model.depth_layers) for depth in range(model.own_depths)]
+    found = _begins("layers", model.layers, halves)
+    for depth, layers in depths:
+        first, *others = _begins(f"{depth}.layers", layers, halves)
+        found += [first | dict.fromkeys(_OF_DEPTH, depth), *others]
+    return found
+
+
+def _begins(where: str, layers: Sequence[LayerSpec], halves: int) -> list[dict[str, str]]:
+    """Return the begins for layers that are numbered together. `where`: what stands before their numbers."""
+    found: list[dict[str, str]] = []
     place = 0
-    for spec, numbers in zip(model.layers, numbers_in_names(model.layers), strict=True):
+    for spec, numbers in zip(layers, numbers_in_names(layers), strict=True):
         for kind, number in zip((spec.mixer, spec.feed_forward), numbers, strict=True):
             if kind is None or number is None:
                 continue
@@ -25,7 +41,7 @@ def numbers_by_layer(model: ModelConfig, halves: int) -> list[dict[str, int]]:
                 found.append({})
             place += 1
             row = LAYER_KINDS[kind]
-            found[-1] |= dict.fromkeys((_MODULES.get(kind, kind), row.norm, row.output_norm), number)
+            found[-1] |= dict.fromkeys((_MODULES.get(kind, kind), row.norm, row.output_norm), f"{where}.{number}")
     return found
 
 

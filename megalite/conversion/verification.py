@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.tensors import Source
+from megalite.conversion.huggingface import family_of
 from megalite.conversion.huggingface_files import read_config
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
@@ -112,12 +114,19 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights."""
+    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights.
+
+    It leaves out layers that predict further tokens, but knows their names only in models of published sizes.
+    """
     import transformers
+
+    config = read_config(folder)
+    further = family_of(folder, config).of_prediction_layers(config) or ""
 
     transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM  # Any, because its annotations omit the second result
     model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not re.fullmatch(further, name)}
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise CheckpointError(f"transformers does not take all of {folder}: {wrong}")

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -464,6 +465,47 @@ def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **op
     if original and model.config.model_type == "kimi_linear":
         write_published_kimi_linear(folder)
     return model
+
+
+def add_prediction_layers(folder: Path, depths: int, seed: int = 7) -> dict[str, Tensor]:
+    """Give a folder layers that predict further tokens, as DeepSeek-V3 is published, and return all its tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    layers, tensors = config["num_hidden_layers"], load_file(folder / "model.safetensors")
+    begin, generator = f"model.layers.{layers - 1}.", torch.Generator().manual_seed(seed)
+    own = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(begin)}
+    word = tensors["model.embed_tokens.weight"]
+    one, width = torch.ones(word.shape[1]), word.shape[1]
+    own |= {f"{name}.weight": one for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"eh_proj.weight": torch.empty(width, 2 * width)}
+    for number in range(layers, layers + depths):
+        for name, like in own.items():
+            values = torch.randn(like.shape, generator=generator)
+            scale = 0.1 if "bias" in name else 0.3
+            around = float(name.endswith("norm.weight"))
+            tensors[f"model.layers.{number}.{name}"] = (values * scale + around) * (0.2 if "shared" in name else 1.0)
+        tensors[f"model.layers.{number}.embed_tokens.weight"] = word.clone()
+        tensors[f"model.layers.{number}.shared_head.head.weight"] = tensors.get("lm_head.weight", word).clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": depths}))
+    return tensors
+
+
+@torch.no_grad()
+def logits_of_depths(folder: Path, depths: int, ids: Tensor) -> list[Tensor]:
+    """Return the logits [batch, sequence - depth, vocabulary] of each depth, as transformers computes them."""
+    model, _ = load(folder)
+    layers = model.config.num_hidden_layers
+    # transformers 5.24 knows only the numbers of published models.
+    numbers = "|".join(str(layers + depth) for depth in range(depths))
+    model._keys_to_ignore_on_load_unexpected = [rf"layers\.(?:{numbers})\."]
+    predicting = MtpModel.from_pretrained(model).eval()
+    hidden, found = model(input_ids=ids, output_hidden_states=True).hidden_states[-1], []
+    for depth in range(1, depths + 1):
+        hidden, later = hidden[:, :-1], ids[:, depth:]
+        positions = torch.arange(later.shape[1])[None]
+        hidden = predicting.forward_layer(depth - 1, hidden, positions, None, input_ids=later)
+        found.append(model.lm_head(hidden))
+    return found
 
 
 def write_published_kimi_linear(folder: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,28 +14,39 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
+from megalite.checkpoint.loading import load_weights
 from megalite.config import ModelConfig
 from megalite.config.layer_specs import pattern_of
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
-from megalite.conversion.huggingface import family_of, open_huggingface, write_huggingface
+from megalite.conversion.huggingface import family_of, open_huggingface, without_unknown_depths, write_huggingface
+from megalite.conversion.native import open_megalite, write_megalite
+from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import logits, verify
 from megalite.errors import CheckpointError
-from megalite.model.batch import LayerContext
+from megalite.model.batch import FurtherTokens, LayerContext, MicroBatch
+from megalite.model.gpt import GPT
 from megalite.model.router import Router
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.stage import TermSums
+from megalite.training.batches import further_tokens
+from tests.end_to_end.runs import PRETRAIN
 from tests.harness import huggingface as theirs
+from tests.harness.job import Job
+from tests.harness.tool import run_tool
 
 pytestmark = pytest.mark.costly
 
 LOGITS = 1e-5
+MATTERS = 1e-4
 Json = dict[str, Any]
 _COMMON = {
     "attention_bias": False,
@@ -349,18 +362,125 @@ def test_kinds_of_layers_may_be_lists_alone(tmp_path: Path) -> None:
     assert "mlp_layer_types" not in family.config(family.model(alone))
 
 
-def test_layers_that_predict_further_tokens_are_left_out_with_a_note(tmp_path: Path) -> None:
-    expected = theirs.logits(theirs.save(tmp_path, "deepseek-v3"), theirs.tokens())
-    tensors = load_file(tmp_path / "model.safetensors")
-    further = {f"model.layers.4.{name}.weight": torch.zeros(24) for name in ("eh_proj", "self_attn.q_a_proj")}
-    save_file(tensors | further, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+def with_depths(folder: Path, depths: int, name: str = "deepseek-v3") -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Write a folder with layers that predict further tokens. Return its tensors, and the logits of transformers."""
+    expected = theirs.logits(theirs.save(folder, name), theirs.tokens())
+    return theirs.add_prediction_layers(folder, depths), expected
+
+
+def write_out(opened: OpenedModel, folder: Path) -> str:
+    return write_huggingface(opened, folder, dtype=None, shard=10**9, workers=1, advance=lambda _: None).name
+
+
+@pytest.mark.parametrize(("name", "depths"), [("deepseek-v3", 1), ("deepseek-v3", 2), ("moonlight", 1)])
+def test_depths_are_read_and_written_bit_for_bit(name: str, depths: int, tmp_path: Path) -> None:
+    tensors, expected = with_depths(tmp_path / "theirs", depths, name)
+    opened = open_huggingface(tmp_path / "theirs")
+    assert opened.config.mtp_num_layers == depths
+    assert opened.notes == ()
+    write_megalite(opened, tmp_path / "run", dtype=None, layout=None, workers=1, advance=lambda _: None)
+    native = open_megalite(tmp_path / "run")
+    assert without_unknown_depths(native) is native
+    assert write_out(native, tmp_path / "ours") == "deepseek_v3"
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["num_nextn_predict_layers"] == depths
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(values, tensors[key]) for key, values in written.items())
+    agreement = verify(open_huggingface(tmp_path / "ours"), opened)
+    assert agreement.different == ()
+    assert agreement.transformers is not None
+    assert agreement.transformers <= LOGITS
+    loaded, info = theirs.load(tmp_path / "ours")
+    assert info["missing_keys"] == info["mismatched_keys"] == set()
+    assert (theirs.logits(loaded, theirs.tokens()) - expected).abs().max() <= LOGITS
+
+
+def losses_of_depths(opened: OpenedModel, tokens: torch.Tensor) -> TermSums:
+    """Return the sums of megalite's losses."""
+    mesh = ParallelMesh()
+    network = GPT(opened.config, mesh).eval()
+    load_weights(opened.source, opened.what, network, None, mesh)
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    mask, positions = torch.ones(labels.shape), torch.arange(labels.shape[1]).expand_as(labels)
+    further = FurtherTokens(*further_tokens(tokens, labels, mask, None, opened.config.depths))
+    batch = MicroBatch(tokens, positions, None, labels, mask, RandomKey(0, ()), further=further)
+    with torch.no_grad():
+        return network({}, batch).terms
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
+def test_depths_compute_what_those_of_transformers_do(name: str, tmp_path: Path) -> None:
+    """Each reads the hidden states behind the final norm of the one before it, and the embedding comes first."""
+    tensors, _ = with_depths(tmp_path, 2, name)
+    tokens = theirs.tokens()
+    found = losses_of_depths(open_huggingface(tmp_path), tokens)
+    for depth, predicted in enumerate(theirs.logits_of_depths(tmp_path, 2, tokens), start=1):
+        labels = tokens[:, depth + 1 :]
+        expected = cross_entropy(predicted[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
+        torch.testing.assert_close(found[f"mtp_{depth}_loss"], expected, rtol=1e-6, atol=0.0)
+    before = tensors["model.norm.weight"]
+    save_file(tensors | {"model.norm.weight": before.flip(0)}, tmp_path / "model.safetensors")
+    other = losses_of_depths(open_huggingface(tmp_path), tokens)
+    assert (other["mtp_1_loss"] - found["mtp_1_loss"]).abs() > MATTERS * found["mtp_1_loss"]
+
+
+def test_a_run_trains_the_depths_of_a_converted_folder(tmp_path: Path, spawn: Callable[..., Job]) -> None:
+    with_depths(tmp_path / "hf", 1)
+    folders = ["--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "run"]
+    assert run_tool("convert", "--loader", "hf", "--saver", "megalite", *folders).code == 0
+    flags = "--use-checkpoint-args --finetune --mock-data --tokenizer-type NullTokenizer --vocab-size 66 --no-report "
+    flags += "--seq-length 16 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --train-iters 3 --eval-iters 0"
+    run = ["--log-interval", 1, "--load", tmp_path / "run", "--save", tmp_path / "out"]
+    job = spawn([PRETRAIN, *flags.split(), *run], 1)
+    assert job.wait() == [0], job.stderr(0)
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    losses = [line["mtp_1_loss"] for line in lines if "lm_loss" in line]
+    assert len(losses) == 3
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_depth_of_a_folder_is_whole_and_has_copies_that_are_the_same(tmp_path: Path) -> None:
+    tensors, _ = with_depths(tmp_path, 2)
+    for name, of in (("4.embed_tokens", "model.embed_tokens"), ("5.shared_head.head", "lm_head")):
+        copy = f"model.layers.{name}.weight"
+        save_file(tensors | {copy: tensors[copy] + 1}, tmp_path / "model.safetensors")
+        message = f"has {copy} and {of}.weight with different values"
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            open_huggingface(tmp_path)
+        save_file(tensors | {copy: tensors[copy].bfloat16()}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=re.escape(message)):
+            open_huggingface(tmp_path)
+    for name in ("4.hnorm.weight", "5.eh_proj.weight", "5.mlp.experts.3.up_proj.weight"):
+        lacking = {key: values for key, values in tensors.items() if key != f"model.layers.{name}"}
+        save_file(lacking, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"model\.layers\.{re.escape(name)} is missing"):
+            open_huggingface(tmp_path)
+    more = tensors | {"model.layers.5.of_tomorrow.weight": torch.zeros(2)}
+    save_file(more, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"deepseek_v3 does not have: model\.layers\.5\.of_tomorrow"):
+        open_huggingface(tmp_path)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    alone = {key: values for key, values in tensors.items() if not (key.startswith("model.l") and key.endswith(copies))}
+    save_file(alone, tmp_path / "model.safetensors")
+    assert open_huggingface(tmp_path).config.mtp_num_layers == 2
+
+
+def test_depths_that_are_only_in_the_config_are_left_out_with_a_note(tmp_path: Path) -> None:
+    expected = theirs.logits(theirs.save(tmp_path, "deepseek-v3", {"num_nextn_predict_layers": 1}), theirs.tokens())
     opened = open_huggingface(tmp_path)
-    assert (
-        "has 2 tensors of layers that predict further tokens (MTP), such as model.layers.4.eh_proj" in opened.notes[0]
-    )
+    assert opened.config.mtp_num_layers is None
+    (note,) = opened.notes
+    assert note == (f"note: {tmp_path} has no tensors of layers that predict further tokens (MTP): it is read without")
     assert (logits(opened, theirs.tokens()) - expected).abs().max() <= LOGITS
+
+
+def test_depths_that_no_family_has_are_not_written(tmp_path: Path) -> None:
+    with_depths(tmp_path, 2)
+    opened = open_huggingface(tmp_path)
+    for changes in ({"mtp_use_repeated_layer": True}, {"multi_latent_attention": False, "hidden_size": 32}):
+        kept = without_unknown_depths(replace(opened, config=replace(opened.config, **changes)))
+        assert kept.config.mtp_num_layers is None
+        assert re.fullmatch(r"note: \d+ tensors of depths that predict further tokens are left out", kept.notes[-1])
 
 
 def test_a_folder_of_kimi_k2_is_read_and_verified_without_transformers(tmp_path: Path) -> None:
