@@ -20,7 +20,7 @@ from megalite.config.megatron_flags import Note
 from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
-from megalite.config.prediction import DEPTHS_FLAG, with_depths_of_pattern
+from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -124,8 +124,9 @@ def parse_arguments(
     config = from_sections(sections)
     check_numbers(config)
     model = with_depths_of_pattern(config.model)
-    if config.model.mtp_num_layers not in (None, model.mtp_num_layers):
-        notes.append(Note(DEPTHS_FLAG, f"changes nothing, since {PATTERN_FLAG} has {model.depths} depths"))
+    for name in ("mtp_num_layers", "mtp_hybrid_override_pattern"):
+        if getattr(config.model, name) not in (None, getattr(model, name)):
+            notes.append(Note(flag_of(name), f"changes nothing, since {PATTERN_FLAG} has its depths"))
     model, parallel = with_stages_of_pattern(model, config.parallel)
     config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megalite.config.fields import needs
+from megalite.config.fields import named, needs
+from megalite.config.kinds.table import KINDS
 from megalite.config.layer_specs import NEXT_DEPTH, NEXT_STAGE, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
@@ -19,8 +20,14 @@ NEEDED = f"{DEPTHS_FLAG}, or {NEXT_DEPTH} in {PATTERN_FLAG}"
 
 
 def without_depths(model: ModelConfig) -> ModelConfig:
-    """Return the network that predicts the next token alone."""
-    return replace(model, **{name: getattr(type(model), name) for name in FIELDS.split()})
+    """Return the network that predicts the next token alone, without the sizes of layers that only depths have."""
+    alone = _reset(model, FIELDS.split())
+    others = (KINDS[kind].flags for kind in model.kinds - alone.kinds)
+    return _reset(alone, named(alone, " ".join(others)))
+
+
+def _reset(model: ModelConfig, names: Sequence[str]) -> ModelConfig:
+    return replace(model, **{name: getattr(type(model), name) for name in names})
 
 
 def with_depths_of_pattern(model: ModelConfig) -> ModelConfig:
@@ -72,3 +79,8 @@ def depth_problems(model: ModelConfig) -> Iterator[str]:
         yield f"{DEPTHS_FLAG} {model.depths}: give the letters of a depth in {PATTERN_FLAG} {shown(pattern)}, behind /"
     if pattern is None and letters is not None:
         yield f"--mtp-hybrid-override-pattern {shown(letters)} needs {PATTERN_FLAG}"
+    if wrong := next((letter for letter in letters or "" if letter in (NEXT_STAGE, NEXT_DEPTH)), None):
+        yield (
+            f"--mtp-hybrid-override-pattern {shown(letters)} has {wrong}: give the letters of one depth, which all "
+            f"depths have; {DEPTHS_FLAG} says how many there are"
+        )

@@ -84,7 +84,7 @@ def layers_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"  {error}") from error
     if parts:
         found |= {"mtp_num_layers": len(parts), "mtp_hybrid_override_pattern": parts[0]}
-    of_layers = _sizes(arguments, letters + "".join(parts))
+    of_layers = _sizes(arguments, letters + (found.get("mtp_hybrid_override_pattern") or ""))
     return found | of_layers | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
 
 

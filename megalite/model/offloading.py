@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.model.attention import Attention
-from megalite.model.block import Block
+from megalite.model.block import Block, run_layers
 from megalite.model.gpt import GPT
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import Experts, MoE
@@ -94,12 +94,13 @@ def _around_recomputation(offload: ActivationOffload, number: int, chunk: GPT, c
     """Return what runs layers and offloads their input, if the first of them is among the chosen ones."""
     run, index_of = chunk.recomputed, {id(layer): index for index, layer in enumerate(chunk.layers)}
 
-    def recomputed(function: Any, layers: Sequence[nn.Module], *arguments: Any) -> Any:
-        index = index_of[id(layers[0])]
-        if index not in chosen:
-            return run(function, layers, *arguments)
-        with offload.around_layer(number, index, arguments, everything=True):
-            return run(function, layers, *arguments)
+    def recomputed(function: Any, *arguments: Any) -> Any:
+        # Depths of multi-token prediction are recomputed, too, and are none of the chunk's layers.
+        index = index_of[id(arguments[0][0])] if function is run_layers else None
+        if index is None or index not in chosen:
+            return run(function, *arguments)
+        with offload.around_layer(number, index, arguments[1:], everything=True):
+            return run(function, *arguments)
 
     return recomputed
 

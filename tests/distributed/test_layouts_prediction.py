@@ -110,7 +110,10 @@ SAME_BITS: dict[str, tuple[Row, list[Row]]] = {
     "pattern of halves": ({**REPEATED, "cp": 2}, [{"pattern": "*-" * LAYERS, "depth_letters": "*-"}]),
     "offloading": (
         {"depths": 2},
-        [{"offload": OffloadConfig(cpu_offloading_num_layers=LAYERS)}],
+        [
+            {"offload": OffloadConfig(cpu_offloading_num_layers=LAYERS)},
+            {"offload": OffloadConfig(cpu_offloading_num_layers=1), "recompute": "uniform"},
+        ],
     ),
 }
 

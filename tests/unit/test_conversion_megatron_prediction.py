@@ -14,6 +14,7 @@ from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.conversion.megatron import open_megatron
 from megalite.conversion.megatron_arguments import arguments_of
+from megalite.conversion.megatron_layers import layers_in
 from megalite.conversion.megatron_names import canonical
 from tests.unit.test_conversion_megatron import random_model, read, write
 from tests.unit.test_conversion_megatron_hybrid import PLAIN, pattern
@@ -89,3 +90,10 @@ def test_the_pattern_of_the_arguments_has_the_depths() -> None:
     written = vars(arguments_of(MODELS["pattern"], {}, 32, 56))
     assert (written["hybrid_layer_pattern"], written["mtp_num_layers"]) == ("M*-G/*-M/*-M", 2)
     assert vars(arguments_of(MODELS["repeated"], {}, 32, 56))["mtp_use_repeated_layer"] is True
+
+
+def test_layers_that_depths_alone_have_keep_their_sizes() -> None:
+    arguments = {"mamba_head_dim": 8, "mamba_num_heads": 2, "hybrid_layer_pattern": "*-"}
+    written_apart = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": "M"}
+    found = layers_in({**arguments, **written_apart})
+    assert found == {**arguments, **written_apart, "num_layers": 2}

@@ -16,6 +16,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import layout_lines, stage_layers
 from megalite.config.prediction import without_depths
 from megalite.config.validate import resolve
+from megalite.config.validate_model import model_problems
 from megalite.conversion.opened import tensors_of_depths, tensors_of_training
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -48,6 +49,27 @@ def test_the_number_of_parts_wins() -> None:
     parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "*-/*", "--mtp-num-layers", "3"])
     assert parsed.config.model.depths == 1
     assert any(note.startswith("--mtp-num-layers: changes nothing") for note in parsed.notes)
+    parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "*-/*", "--mtp-hybrid-override-pattern", "-"])
+    assert parsed.config.model.mtp_hybrid_override_pattern == "*"
+    assert any(note.startswith("--mtp-hybrid-override-pattern: changes nothing") for note in parsed.notes)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hybrid-layer-pattern *-/*E --num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid",
+        "--hybrid-layer-pattern *-/M --mamba-head-dim 8 --mamba-num-groups 1 --mamba-state-dim 8",
+        "--hybrid-layer-pattern M-/+- --kv-lora-rank 8 --qk-layernorm --mamba-head-dim 8 --mamba-num-groups 1",
+        "--hybrid-layer-pattern M-/*- --group-query-attention --num-query-groups 2 --mamba-num-groups 1 "
+        "--mamba-head-dim 8",
+    ],
+)
+def test_a_network_without_depths_lacks_the_sizes_of_layers_that_they_alone_had(flags: str) -> None:
+    config = parse_arguments([*RUN.split(), *flags.split()]).config
+    resolve(config, 1)
+    alone = without_depths(config.model)
+    assert not alone.depths
+    assert not model_problems(alone)
 
 
 def test_a_depth_has_the_layers_that_it_names_with_the_windows_of_the_last_of_their_kind() -> None:
@@ -88,6 +110,11 @@ def test_a_depth_has_the_layers_that_it_names_with_the_windows_of_the_last_of_th
         ("--hybrid-layer-pattern *- --mtp-num-layers 1", "--mtp-num-layers 1: give the letters of a depth in --hybrid"),
         ("--hybrid-layer-pattern *-/*/-", "--hybrid-layer-pattern '*-/*/-' has the depths '*' and '-': give all of"),
         ("--hybrid-layer-pattern *-/*|-", "--hybrid-layer-pattern '*-/*|-': | is not for depths, which are on the"),
+        (
+            "--hybrid-layer-pattern *- --mtp-num-layers 1 --mtp-hybrid-override-pattern *|-",
+            "--mtp-hybrid-override-pattern '*|-' has |: give the letters of one depth, which all depths have",
+        ),
+        ("--hybrid-layer-pattern *- --mtp-num-layers 1 --mtp-hybrid-override-pattern -/-", "pattern '-/-' has /: give"),
         ("--hybrid-layer-pattern *-/x", "--hybrid-layer-pattern 'x': 'x', character 1, is unknown; there are M"),
         ("--hybrid-layer-pattern /*-", "--hybrid-layer-pattern '' has no layers: give one letter for each"),
         ("--hybrid-layer-pattern *-/E", "--hybrid-layer-pattern '*-' has layers with experts (E): give --num-experts"),

@@ -28,7 +28,7 @@ def _products(model: ModelConfig, seen: float) -> float:
     return _elements(model, model.moe_router_topk) + model.hidden_size * router
 
 
-EXPERTS = Kind(_weights, _products)
+EXPERTS = Kind(_weights, _products, "num_experts moe_*")
 """Its rules stand with --num-experts, which a GPT gives; and other ranks than tensor-parallel ones divide experts."""
 
 
