@@ -1,8 +1,8 @@
 """Layers of each pipeline stage, and the rank of each stage, from the flags.
 
-Layouts as letters (`--pipeline-model-parallel-layout`) have Megatron-LM's syntax: E is the embedding, t a layer, L the
-output layer and the loss; | begins the next stage. x*n repeats a letter or |. (..)*n repeats the text between the
-parentheses, which cannot be nested. Commas are ignored.
+Layouts as letters (`--pipeline-model-parallel-layout`) have Megatron-LM's syntax: E is the embedding, t a layer, m a
+depth of multi-token prediction, L the output layer and the loss; | begins the next stage. x*n repeats a letter or |.
+(..)*n repeats the text between the parentheses, which cannot be nested. Commas are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ AUTO = "auto"
 _FLAG = "--pipeline-model-parallel-layout"
 _MOST_LETTERS = 100_000
 _FOREIGN = {
-    "m": "m is a layer of multi-token prediction, which megalite does not have: leave it out",
     "(": "a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3",
     ")": "a bracket must be opened, contain no other, and be followed by a count, as in (tt|)*3",
     "*": "* must be between a letter, | or bracket and a count, as in t*3",
@@ -145,7 +144,8 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
         ranks[rank].append(stage)
     held, schedule = sum(stage.layers for stage in stages), schedule_name(chunks, parallel)
     each = f", {chunks} per rank" if chunks > 1 else ""
-    lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}, schedule {schedule}"]
+    depths = f" and {model.depths} further depths on the last one" if model.depths else ""
+    lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}{depths}, schedule {schedule}"]
     alike = groupby(range(len(ranks)), lambda rank: [(s.layers, s.embedding, s.loss) for s in ranks[rank]])
     for kind, numbers in alike:
         group = list(numbers)
@@ -185,8 +185,12 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
     stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} per rank' if chunks > 1 else ''})"
     if count > layers:
         raise ConfigurationError(f"{stages} are more than {what}: use fewer")
+    if parallel.mtp_standalone and count == 1:
+        raise ConfigurationError("--mtp-standalone needs --pipeline-model-parallel-size 2 or more: there is one stage")
+    if parallel.mtp_standalone:
+        stages, count = f"{count - 1} stages, all but that of --mtp-standalone", count - 1
     each = _divided_evenly(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
-    stage_sizes = [each] * count
+    stage_sizes = [each] * count + [0] * parallel.mtp_standalone
     stage_sizes[0] -= parallel.account_for_embedding_in_pipeline_split
     stage_sizes[-1] -= parallel.account_for_loss_in_pipeline_split
     return stage_sizes
@@ -231,8 +235,10 @@ def stages_of_letters(layout: str) -> list[str]:
     """Return the letters of each stage, in order, without repeats. Raises ConfigurationError for unknown letters."""
     text = _written_out(layout)
     for letter in text:
-        if letter not in "EtL|":
-            meaning = _FOREIGN.get(letter, f"{letter!r} is unknown: E embedding, t layer, L loss, | next stage")
+        if letter not in "EtmL|":
+            meaning = _FOREIGN.get(
+                letter, f"{letter!r} is unknown: E embedding, t layer, m depth, L loss, | next stage"
+            )
             raise ConfigurationError(f"{_FLAG} {shown(layout)}: {meaning}")
     return text.split("|")
 
@@ -241,7 +247,8 @@ def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
     """Return the number of layers of each stage, in order.
 
     Raises:
-        ConfigurationError: the embedding is not first, the loss is not last, or the number of layers is wrong.
+        ConfigurationError: the embedding is not first, the loss with the depths is not last, or the number of layers or
+            depths is wrong.
     """
     stages = stages_of_letters(layout)
     letters = "".join(stages)
@@ -253,6 +260,12 @@ def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
             raise ConfigurationError(
                 f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
+    depths = letters.count("m")
+    if depths not in (0, model.depths) or not stages[-1].endswith("m" * depths + "L"):
+        raise ConfigurationError(
+            f"{_FLAG} {shown(layout)}: m is a depth of --mtp-num-layers {model.depths}: give all of them right before "
+            "L in its stage, or none, which means the same"
+        )
     layers = [stage.count("t") for stage in stages]
     if sum(layers) != model.num_layers:
         raise ConfigurationError(

@@ -11,7 +11,10 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import ATTENTION_LETTER, KINDS_WITH_CORE, PATTERN_FLAG
+from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.experts import what_has_experts
+from megalite.config.kinds.table import splits
+from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
@@ -26,17 +29,15 @@ from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
-    OF_ATTENTION,
     has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
-    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
+from megalite.config.validate_prediction import prediction_problems
 from megalite.config.validate_rates import rate_problems
-from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -101,6 +102,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         since = f", since {_why_no_attention(config.model)}"
         yield "model", OF_ATTENTION, since
         yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
+    if config.model.has_latents:
+        yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
+        if config.model.position_embedding_type == "rope" and config.model.rotary_scaling_factor == 1:
+            yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if config.model.hybrid_layer_pattern is not None:
@@ -142,7 +147,7 @@ def _recomputes_nothing(config: RunConfig) -> bool:
     """Tell whether layers are known and --recompute-granularity selective computes nothing of them again."""
     training, kinds = config.training, config.model.kinds
     only_cores = training.recompute_granularity == "selective" and "moe" not in training.recompute_modules
-    return only_cores and bool(kinds) and not kinds & KINDS_WITH_CORE
+    return only_cores and bool(kinds) and not kinds & kinds_with_core()
 
 
 def _chunks(config: RunConfig) -> int:
@@ -173,6 +178,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _experts(config),
         _positions(config),
         relation_problems(model),
+        prediction_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),
@@ -466,7 +472,7 @@ def _uneven_experts(config: RunConfig, has_dense_layers: bool) -> Iterator[str]:
 def _feed_forwards(model: ModelConfig) -> set[str]:
     """Return the kinds of feed-forward layers of the network; all kinds if the layers are not known."""
     try:
-        return {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
+        return {layer.feed_forward for layer in model.all_layers if layer.feed_forward is not None}
     except ConfigurationError:  # reported by `relation_problems`
         return {"dense", "moe"}
 
@@ -485,17 +491,16 @@ def _layout(config: RunConfig) -> Iterator[str]:
     tensor = parallel.tensor_model_parallel_size
     if not model.has_attention:
         yield from needs(parallel, "cp_balance", f"attention, but {_why_no_attention(model)}")
-    split = []
-    if "attention" in model.kinds:
-        split.append(("num-attention-heads", model.num_attention_heads))
-    if "dense" in _feed_forwards(model):
-        split.append(("ffn-hidden-size", model.ffn_size))
+    widths = [*splits(model)]
+    sizes = [(width.flag, width.size) for width in widths if width.flag]
     if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say
-        split.append(("seq-length", config.data.seq_length))
-    for flag, size in split:
+        sizes.append(("--seq-length", config.data.seq_length))
+    for flag, size in sizes:
         if size % tensor:
-            yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
-    yield from uneven_recurrent_widths(model, tensor)
+            yield f"{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    for width in widths:
+        if not width.flag:
+            yield from width.problems(tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import with_stages_of_pattern
+from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import least_micro_batches, validate, validate_task
@@ -139,7 +140,7 @@ def configured(
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     config = _with_settings(config, settings, own)
     if isinstance(config, RunConfig):
-        model, parallel = with_stages_of_pattern(config.model, config.parallel)
+        model, parallel = with_stages_of_pattern(with_depths_of_pattern(config.model), config.parallel)
         config = replace(config, model=model, parallel=parallel)
     training = config.training
     samples = training.micro_batch_size * least_micro_batches(config.parallel, world_size)
