@@ -15,6 +15,7 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
+from megalite.config.idle_flags import without_idle_flags
 from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
@@ -22,7 +23,7 @@ from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
 from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
-from megalite.config.validate import check_numbers, without_idle_flags
+from megalite.config.validate import check_numbers
 from megalite.config.warnings import config_warnings
 from megalite.config.yaml_file import Sections, from_sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError

@@ -17,7 +17,8 @@ from megalite.config.pipeline_layout import with_stages_of_pattern
 from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
-from megalite.config.validate import least_micro_batches, validate, validate_task
+from megalite.config.validate import validate, validate_task
+from megalite.config.validate_division import least_micro_batches
 from megalite.config.validate_synchronization import with_sites
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
