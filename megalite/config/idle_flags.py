@@ -21,6 +21,8 @@ _IDLE_WITH_ONE_RANK = {
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
 
+_WITHOUT_QUERIES = {"dense", "moe", "mamba", "short_convolution"}
+
 
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Turn off flags that have no effect, as Megatron-LM does. Returns the configuration and a line about each flag."""
@@ -65,6 +67,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "training", names, ", since no layer is attention, Mamba-2 or a delta net"
     if why := why_nothing_is_aligned(stages_per_rank(config), config.parallel):
         yield "parallel", "align_grad_reduce", f" {why}"
+    if config.model.kinds and config.model.kinds <= _WITHOUT_QUERIES:
+        yield "optimizer", "muon_split_qkv_per_head", ", since no layer has queries, keys and values"
     if not config.optimizer.narrow:
         yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
     if not config.reporting.reports("wandb"):

@@ -193,6 +193,7 @@ class Cell:
     shared_overlap: bool = False  # of the shared experts with the exchange
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
+    per_head: bool = False  # matrices of Muon
     steps: int = 1
     first_step: int = 0
     clip_grad: float = 0.0
@@ -541,6 +542,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         adam_eps=1e-6,
         sgd_momentum=0.9,
         muon_nesterov=True,
+        muon_split_qkv_per_head=cell.per_head,
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,
         adafactor_eps=1e-12,

@@ -235,7 +235,9 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     rest = [group for group in groups if all(group is not other for other in whole)]
     betas = (config.adam_beta1, config.adam_beta2)
     adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
-    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov)] if whole else [adam]
+    if not whole:
+        return [adam]
+    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head)]
 
 
 def group_of(name: str) -> str:

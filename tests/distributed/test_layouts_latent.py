@@ -73,8 +73,9 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 def test_matrices_are_those_of_muon(latents: str, rank_pools: RankPools) -> None:
     row = {**NARROW, "latents": latents, "cp": 1, "dp": 2, "zero": 1, **SP, "output_gate": True}
     cell = make_cell(row, optimizer="muon", steps=2)
-    (result,) = run(rank_pools, [cell])
-    assert_as_expected(cell, result)
+    cells = [cell, replace(cell, per_head=True)]
+    for each, result in zip(cells, run(rank_pools, cells), strict=True):
+        assert_as_expected(each, result)
 
 
 @pytest.mark.parametrize("name", wide_except(LOADS, ["a GPT to its pattern"]))

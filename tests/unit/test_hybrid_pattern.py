@@ -246,6 +246,15 @@ def test_recomputation_of_cores_needs_one(letters: str, flags: str, idle: bool) 
     assert (parsed.config.training.recompute_granularity is None) == idle
 
 
+@pytest.mark.parametrize(("letters", "idle"), [("M-", True), ("LE", True), ("M-*", False), ("G", False), ("K", False)])
+def test_matrices_of_heads_need_heads(letters: str, idle: bool) -> None:
+    flags = f"--hybrid-layer-pattern {letters} --num-experts 2 --optimizer muon --muon-split-qkv-per-head"
+    parsed = parse_arguments([*RUN.split(), *flags.split()])
+    why = "--muon-split-qkv-per-head: changes nothing, since no layer has queries, keys and values"
+    assert (why in parsed.notes) == idle
+    assert parsed.config.optimizer.muon_split_qkv_per_head != idle
+
+
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 
 
