@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,8 +89,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(spawn: Callable[..., Job], files: Path, tmp_path: Path) -> Train:
     """Run a command with further flags on this number of ranks; return the output."""
 
-    def run(name: str, ranks: int, replicas: int, *more: str, expected: int = 0) -> str:
-        flags = scaled(command(name), files, tmp_path, ranks, replicas)
+    def run(name: str, ranks: int, replicas: int, *more: str, without: Sequence[str] = (), expected: int = 0) -> str:
+        flags = scaled(command(name), files, tmp_path, ranks, replicas, without)
         program = PRETRAIN.with_name("pretrain_hybrid.py") if name.startswith("hybrid/") else PRETRAIN
         out = ended(spawn([program, *flags, *more], ranks), expected).stdout
         assert all(note in out for note in parse_arguments(flags).notes)
@@ -114,6 +114,16 @@ def test_a_command_resumes(name: str, ranks: int, replicas: int, train: Train, t
     assert iterations(tmp_path / "run") == [*range(1, half + 1)]
     out = train(name, ranks, replicas)
     assert f"continues from {tmp_path}/run/iter_{half:07d}" in out
+    check(tmp_path / "run")
+
+
+@pytest.mark.wide
+def test_a_command_trains_the_weights_of_another_run(train: Train, tmp_path: Path) -> None:
+    """Those that the command names are not public: the same command makes some."""
+    name = "nemotron/nemotron3_5_lightning_no_load_optim_tp1_pp1_cp1_ep4_dgx_gb200_1N4G"
+    train(name, 2, 1, "--save", str(tmp_path / "load"), without=["load", "finetune", "no-load-optim", "no-load-rng"])
+    out = train(name, 4, 2)
+    assert f"weights of {tmp_path}/load" in out
     check(tmp_path / "run")
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from megalite.config.command_line import flag_groups
+from megalite.config.layer_specs import count_of_pattern
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.tokenizer_training import train_tokenizer
@@ -72,22 +73,29 @@ def write_files(folder: Path) -> None:
         writer.finish()
 
 
-def scaled(argv: Sequence[str], files: Path, run: Path, ranks: int, replicas: int = 1) -> list[str]:
+def scaled(
+    argv: Sequence[str], files: Path, run: Path, ranks: int, replicas: int = 1, without: Collection[str] = ()
+) -> list[str]:
     """Return a command for this number of ranks, of which at least `replicas` share their weights.
 
-    `files`: folder from `write_files`; `run`: folder of the run.
+    `files`: folder from `write_files`; `run`: folder of the run, and of `load` with --finetune; `without`: flags that
+    the command loses.
     """
-    flags = {name: " ".join(values) for name, values in flag_groups(argv) if not name.startswith("wandb-")}
+    groups = [group for group in flag_groups(argv) if group[0] not in without]
+    flags = {name: " ".join(values) for name, values in groups if not name.startswith("wandb-")}
     flags.setdefault("save", "")  # so that a command that saves nothing leaves its losses
     if PATTERN in flags:  # of each kind of layer one per stage, and Mamba-2's heads as narrow as attention's
-        flags[PATTERN] = "|".join("".join(dict.fromkeys(stage)) for stage in flags[PATTERN].split("|"))
+        main, *depths = flags[PATTERN].split("/")
+        main = "|".join("".join(dict.fromkeys(stage)) for stage in main.split("|"))
+        flags[PATTERN] = "/".join([main, *depths])
         flags |= {"mamba-head-dim": str(HIDDEN // HEADS), "mamba-state-dim": str(HIDDEN // HEADS)}
     layout = _layout(flags, ranks, replicas)
     stages = layout["pipeline-model-parallel-size"]
     if LETTERS in flags:
         flags[LETTERS] = _letters(flags, stages)
     flags |= {name: str(size) for name, size in layout.items() if name in flags}
-    flags |= {name: str(run / ("run" if name in ("save", "load") else name)) for name in PATHS if name in flags}
+    in_run = ("save",) if "finetune" in flags else ("save", "load")
+    flags |= {name: str(run / ("run" if name in in_run else name)) for name in PATHS if name in flags}
     flags |= {name: str(size) for name, size in _sizes(flags, stages).items() if name in flags}
     if "[" in flags.get(FREQUENCY, ""):  # a list of all layers, of which the first ones are dense
         flags[FREQUENCY] = f"([0]*1+[1]*{int(flags['num-layers']) - 1})"
@@ -134,7 +142,7 @@ def _sizes(flags: Mapping[str, str], stages: int) -> dict[str, int]:
     layers = max(2 * stages, of("num-virtual-stages-per-pipeline-rank") * stages, of("linear-attention-freq"))
     chosen_of_group = math.ceil(of("moe-router-topk") / of("moe-router-group-topk"))
     return {
-        "num-layers": flags[LETTERS].count("t") if LETTERS in flags else min(of("num-layers"), layers),
+        "num-layers": _layers(flags, min(of("num-layers"), layers)),
         **dict.fromkeys(LINEAR, HIDDEN // HEADS),
         "num-layers-per-virtual-pipeline-stage": 1,
         "decoder-first-pipeline-num-layers": 1,
@@ -149,6 +157,12 @@ def _sizes(flags: Mapping[str, str], stages: int) -> dict[str, int]:
         "max-position-embeddings": LENGTH * of("max-position-embeddings", length) // length,
         "vocab-size": 255,
     }
+
+
+def _layers(flags: Mapping[str, str], otherwise: int) -> int:
+    if PATTERN in flags:
+        return count_of_pattern(flags[PATTERN])
+    return flags[LETTERS].count("t") if LETTERS in flags else otherwise
 
 
 def _batch(flags: Mapping[str, str]) -> int:

@@ -346,7 +346,6 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
         ),
-        ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style linear needs --lr-decay-style WSD"),
         ("--decoupled-min-lr 0", "--decoupled-min-lr 0.0 needs --decoupled-lr"),
         ("--decoupled-lr -1", "--decoupled-lr -1.0: must be at least 0"),
         ("--decoupled-lr 1e-3 --decoupled-min-lr 1", "--decoupled-min-lr 1.0 is above --decoupled-lr 0.001"),
@@ -960,6 +959,7 @@ def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
     [
         ("", "--ckpt-format torch_dist", "without --save"),
         ("", "--save-interval 10", "without --save"),
+        ("", "--lr-wsd-decay-style minus_sqrt", "without --lr-decay-style WSD"),
         (
             "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid",
             "--moe-router-pre-softmax",
