@@ -229,7 +229,7 @@ class GPT(StageModule):
     def _context(self, micro_batch: MicroBatch, cache: StageCache | None) -> LayerContext:
         """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
-        if self.config.rotary:
+        if self.config.rotary and (len(self.layers) or self.prediction is not None):
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
             base = self.config.window_rotary_base
             if base is not None and any(window is not None for window in self.windows):

@@ -421,7 +421,7 @@ def _plain_model(cell: Cell) -> ModelConfig:
         init_method_std=0.2,
         mtp_num_layers=cell.depths or None,
         mtp_hybrid_override_pattern=cell.depth_letters,
-        mtp_loss_scaling_factor=DEPTHS_FACTOR,
+        mtp_loss_scaling_factor=DEPTHS_FACTOR if cell.depths else ModelConfig.mtp_loss_scaling_factor,
         mtp_use_repeated_layer=cell.repeated,
         mtp_detach_heads=cell.detached,
         hidden_dropout=cell.dropout,
