@@ -123,8 +123,10 @@ def count_of_pattern(pattern: str) -> int:
     return len(main) - main.count(NEXT_STAGE)
 
 
-def specs_of_letters(pattern: str) -> list[LayerSpec]:
+def specs_of_letters(pattern: str, what: str = PATTERN_FLAG) -> list[LayerSpec]:
     """Return the description of each letter of a pattern, which may be divided into stages.
+
+    `what`: what the pattern is of, in messages.
 
     Raises:
         ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
@@ -135,14 +137,14 @@ def specs_of_letters(pattern: str) -> list[LayerSpec]:
             continue
         if letter not in LETTERS:
             words = (f"{known} {each.words}" for known, each in LETTERS.items())
-            what = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
+            why = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
-                f"{PATTERN_FLAG} {shown(pattern)}: {letter!r}, character {place}, is {what}; there are "
+                f"{what} {shown(pattern)}: {letter!r}, character {place}, is {why}; there are "
                 f"{', '.join(words)}, {NEXT_STAGE} next stage, {NEXT_DEPTH} depth that predicts a further token"
             )
         specs.append(LETTERS[letter].layer)
     if not specs:
-        raise ConfigurationError(f"{PATTERN_FLAG} {shown(pattern)} has no layers: give one letter for each")
+        raise ConfigurationError(f"{what} {shown(pattern)} has no layers: give one letter for each")
     return specs
 
 
@@ -210,7 +212,8 @@ def specs_of_depth(layers: Sequence[LayerSpec], letters: str | None) -> tuple[La
     if letters is None:
         return (layers[-1],)
     last = {spec.kinds: spec for spec in layers}
-    return tuple(last.get(spec.kinds, spec) for spec in specs_of_letters(letters))
+    of_depth = specs_of_letters(letters, f"depth of {PATTERN_FLAG}, behind {NEXT_DEPTH},")
+    return tuple(last.get(spec.kinds, spec) for spec in of_depth)
 
 
 def layer_names(layers: Sequence[LayerSpec], of_depth: Sequence[LayerSpec], depths: int) -> tuple[Names, ...]:

@@ -12,6 +12,7 @@ from megalite.config.activations import FLAGS, Activation, activation_of
 from megalite.config.fields import (
     CapacityFactor,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ShareAboveZero,
@@ -318,9 +319,9 @@ class ModelConfig:
     """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0
     """Divide the output logits by this (Granite)."""
-    mtp_num_layers: Annotated[PositiveInt, at_most(100)] | None = None
+    mtp_num_layers: Annotated[NonNegativeInt, at_most(100)] | None = None
     """Depths of multi-token prediction (arXiv:2412.19437): each predicts one token more, by a layer as the last one, or
-    by those behind / in hybrid-layer-pattern; unset: none."""
+    by those behind / in hybrid-layer-pattern; 0 or unset: none."""
     mtp_hybrid_override_pattern: str | None = None
     """Letters of each depth, an earlier form of those behind / in hybrid-layer-pattern."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
@@ -397,7 +398,7 @@ class ModelConfig:
         return self.layers + self.depth_layers * self.depths
 
     @property
-    def depth(self) -> str:
+    def layers_flag(self) -> str:
         """Number of layers, with the flag that gives it, for messages."""
         if (pattern := self.hybrid_layer_pattern) is None:
             return f"--num-layers {self.num_layers}"

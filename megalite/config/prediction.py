@@ -31,20 +31,17 @@ def _reset(model: ModelConfig, names: Sequence[str]) -> ModelConfig:
 
 
 def with_depths_of_pattern(model: ModelConfig) -> ModelConfig:
-    """Return the same network, but that the depths in a pattern of layers are those of the fields for depths.
+    """Move the depths written in the pattern of layers into the fields for depths, and drop the fields of 0 depths.
 
     Raises:
         ConfigurationError: the depths have different letters, or are divided into stages.
     """
-    if (pattern := model.hybrid_layer_pattern) is None or NEXT_DEPTH not in pattern:
-        return model
-    main, parts = split_pattern(pattern)
-    return replace(
-        model,
-        hybrid_layer_pattern=main,
-        mtp_num_layers=len(parts) or None,
-        mtp_hybrid_override_pattern=parts[0] if parts else None,
-    )
+    if (pattern := model.hybrid_layer_pattern) is not None and NEXT_DEPTH in pattern:
+        main, parts = split_pattern(pattern)
+        model = replace(model, hybrid_layer_pattern=main)
+        if parts:
+            model = replace(model, mtp_num_layers=len(parts), mtp_hybrid_override_pattern=parts[0])
+    return without_depths(model) if model.mtp_num_layers == 0 else model
 
 
 def split_pattern(pattern: str) -> tuple[str, list[str]]:

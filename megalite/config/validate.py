@@ -289,7 +289,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         if method is None or number is None:
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
         elif number > layers:
-            yield f"--recompute-num-layers {number} is more than {config.model.depth}"
+            yield f"--recompute-num-layers {number} is more than {config.model.layers_flag}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.recompute_granularity != "selective":

@@ -22,8 +22,8 @@ def activation_problems(config: RunConfig) -> Iterator[str]:
         most = max(layers_of_ranks(config.model, config.parallel))
         if count >= config.model.num_layers:
             yield (
-                f"--cpu-offloading-num-layers {count} must be below {config.model.depth}: at least the last layer, "
-                "whose backward follows, stays"
+                f"--cpu-offloading-num-layers {count} must be below {config.model.layers_flag}: at least the last "
+                "layer, whose backward follows, stays"
             )
         elif count > most:
             yield (
@@ -55,7 +55,9 @@ def _modules(config: RunConfig) -> Iterator[str]:
     modules, training = config.offload.offload_modules, config.training
     of_experts = [module for module in modules if module in MODULES_OF_EXPERTS]
     kinds = {kind for layer in config.model.layers for kind in layer.kinds}
-    there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, True)
+    # Of depths nothing is offloaded; without any experts, a line below says so.
+    experts = "moe" in kinds or config.model.num_experts is None
+    there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, experts)
     normed = [layer for layer in config.model.layers if not layer.output_norm]
     there["attn_norm"] = any(layer.mixer is not None for layer in normed)
     there["mlp_norm"] = any(layer.feed_forward is not None for layer in normed)

@@ -110,16 +110,15 @@ class Family:
             yield read[fate.key] if fate.kind == "used" else fate
 
     def of_prediction_layers(self, config: Json) -> str | None:
-        """Return a pattern for the names of the tensors of prediction layers; None if the model has none.
+        """Return a pattern for the names of the tensors of prediction layers; None if the family has none.
 
+        Of a model whose `config` has none, it is that of the next ten layers: files may have more than config.json.
         `config` is one that `model` accepts.
         """
         if self.further is None or "{layers}" not in self.further:
             return self.further
-        if not (count := prediction_layers(config)):
-            return None
-        layers = "|".join(str(config["num_hidden_layers"] + layer) for layer in range(count))
-        return self.further.replace("{layers}", layers)
+        numbers = range(prediction_layers(config) or 10)
+        return self.further.replace("{layers}", "|".join(str(config["num_hidden_layers"] + layer) for layer in numbers))
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json of a network.

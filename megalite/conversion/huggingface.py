@@ -46,14 +46,20 @@ COMPANIONS = (
 """Patterns for the files of a folder that belong to its tokenizer."""
 
 
-def open_huggingface(folder: Path) -> OpenedModel:
-    """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model."""
+def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True) -> OpenedModel:
+    """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model.
+
+    Args:
+        depths: read its depths of multi-token prediction, too, if its family's are megalite's.
+        compare: compare copies of the embedding and the output layer with these, which reads them whole.
+    """
     config = read_config(folder)
     family = family_of(folder, config)
     try:
         model = family.model(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
+    model = model if depths else without_depths(model)
     check_sizes(folder, model)
     _check_other_files(folder)
     ends = tuple(sorted(end_tokens(folder)))
@@ -74,8 +80,9 @@ def open_huggingface(folder: Path) -> OpenedModel:
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    check_copies(folder, files, copies)
-    if "output" not in logical:
+    if compare:
+        check_copies(folder, files, copies)
+    if compare and "output" not in logical:
         word = next(tensor.name for tensor in mapping if tensor.boxes[0][0] == "embedding.word")
         if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
             raise CheckpointError(
@@ -104,7 +111,7 @@ def _left_out(folder: Path, names: Sequence[str]) -> Iterator[str]:
     for kind, what in (({*names} - {*images}, "predict further tokens (MTP)"), (images, "see images")):
         if kind:
             found = f"{len(kind):,} tensors of layers that {what}, such as {min(kind, key=natural_order)}"
-            yield f"note: {folder} has {found}: megalite has no such layers and leaves them out"
+            yield f"note: {folder} has {found}: they are left out"
 
 
 def _check_other_files(folder: Path) -> None:

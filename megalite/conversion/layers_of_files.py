@@ -45,7 +45,7 @@ def _begins(where: str, layers: Sequence[LayerSpec], halves: int) -> list[dict[s
     return found
 
 
-def further_axis_lengths(model: ModelConfig) -> dict[str, int]:
+def mixer_axis_lengths(model: ModelConfig) -> dict[str, int]:
     """Return the length of each axis of the weights of recurrent layers and of latent attention, by name."""
     heads, width, groups, state = (
         model.mamba_heads,

@@ -23,7 +23,7 @@ from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
-from megalite.conversion.layers_of_files import begins_by_layer, further_axis_lengths
+from megalite.conversion.layers_of_files import begins_by_layer, mixer_axis_lengths
 from megalite.conversion.opened import cast_to
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -125,7 +125,7 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
         "1": 1,
         "one": 1,
-        **further_axis_lengths(model),
+        **mixer_axis_lengths(model),
         "vocabulary": model.vocab_size or 0,
         "positions": model.max_position_embeddings or 0,
         "two": 2,

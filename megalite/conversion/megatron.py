@@ -31,7 +31,7 @@ from megalite.conversion.megatron_arguments import (
 )
 from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
-from megalite.conversion.megatron_prediction import is_of_depth, tensors_of_depths
+from megalite.conversion.megatron_prediction import file_tensors_of_depths, is_of_depth
 from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.errors import CheckpointError
@@ -104,7 +104,7 @@ def _files_of(model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> lis
     """Return the tensors of a network's files, of which each letter of a pattern is a layer."""
     halves = 2 if model.hybrid_layer_pattern is None else 1
     main = {name: shape for name, shape in logical.items() if not is_of_depth(name)}
-    return [*file_tensors(RULES, model, main, halves), *tensors_of_depths(RULES, model, logical, halves)]
+    return [*file_tensors(RULES, model, main, halves), *file_tensors_of_depths(RULES, model, logical, halves)]
 
 
 def _resolve(path: Path) -> Path:

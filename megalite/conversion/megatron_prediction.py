@@ -13,22 +13,16 @@ from dataclasses import replace
 from megalite.checkpoint.manifest import STATE
 from megalite.config import ModelConfig
 from megalite.config.model import with_layers
-from megalite.conversion.mapping import FileTensor, MappedBox, Rule, file_tensors, norm
-
-_RULES = (
-    *norm("enorm", "embedding_norm"),
-    *norm("hnorm", "hidden_norm"),
-    Rule("eh_proj.weight", "channels (two hidden) -> channels two hidden", (MappedBox("projection"),)),
-)
-"""Rules of what a depth has beside its layers and their final norm."""
+from megalite.conversion.mapping import FileTensor, Rule, file_tensors
+from megalite.conversion.prediction_layers import rules_of_depths
 
 
-def tensors_of_depths(
+def file_tensors_of_depths(
     rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]], halves: int
 ) -> list[FileTensor]:
     """Return the tensors of the files for the depths of a network. The arguments are those of `file_tensors`."""
     of_depth, found = with_layers(model, model.depth_layers), list[FileTensor]()
-    rules = (*rules, *_RULES)
+    rules = (*rules, *rules_of_depths(""))
     for depth in range(model.own_depths):
         places = {name.replace(f"mtp.{depth}.", "", 1): name for name in logical if is_of_depth(name, depth)}
         own = {name: logical[place] for name, place in places.items()}

@@ -16,13 +16,23 @@ from megalite.errors import CheckpointError
 
 _LAYER = "model.layers.{layer}"
 _FIRST = "enorm.weight"
-OF_DEPTHS = (
-    *norm(f"{_LAYER}.enorm", "embedding_norm"),
-    *norm(f"{_LAYER}.hnorm", "hidden_norm"),
-    Rule(f"{_LAYER}.eh_proj.weight", "channels (two hidden) -> channels two hidden", (MappedBox("projection"),)),
-    *norm(f"{_LAYER}.shared_head.norm", "final_norm"),
-)
-"""Rules of what a depth has beside its layer. The columns for the embedding come first."""
+
+
+def rules_of_depths(begin: str) -> tuple[Rule, ...]:
+    """Return the rules of what a depth has beside its layers and their final norm, as Megatron-LM and DeepSeek name it.
+
+    The columns for the embedding come first. `begin`: what stands before the names.
+    """
+    projection = MappedBox("projection")
+    return (
+        *norm(f"{begin}enorm", "embedding_norm"),
+        *norm(f"{begin}hnorm", "hidden_norm"),
+        Rule(f"{begin}eh_proj.weight", "channels (two hidden) -> channels two hidden", (projection,)),
+    )
+
+
+OF_DEPTHS = (*rules_of_depths(f"{_LAYER}."), *norm(f"{_LAYER}.shared_head.norm", "final_norm"))
+"""Rules of what a depth has beside its layer."""
 
 
 def copies_of_depths(mapping: Iterable[FileTensor]) -> dict[str, FileTensor]:
@@ -41,5 +51,6 @@ def check_copies(folder: Path, files: Files, copies: Mapping[str, FileTensor]) -
         if kind is not None and (kind != other or not torch.equal(files.tensor(name), files.tensor(tensor.name))):
             raise CheckpointError(
                 f"{folder} has {name} and {tensor.name} with different values, but megalite's depths have the "
-                "embedding and the output layer of the network"
+                "embedding and the output layer of the network: set num_nextn_predict_layers to 0 in config.json, "
+                "which leaves the depths out"
             )

@@ -49,7 +49,7 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
-        opened = open_huggingface(Path(str(directory))).without_depths()
+        opened = open_huggingface(Path(str(directory)), depths=False)
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)

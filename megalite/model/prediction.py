@@ -75,7 +75,7 @@ class Prediction(nn.Module):
         self.recomputed = recompute.method is not None
         halves = (number for pair in numbers_in_names(config.depth_layers) for number in pair)
         self.later = 1 + max(number for number in halves if number is not None)
-        """Number by which those of the layers' dropout grow from pass to pass through the same weights."""
+        """Number added to those that key the layers' dropout, in each further pass through the same weights."""
         self.embedding = FurtherEmbedding(config, context, word, use)
         self.depths = nn.ModuleList(Depth(config, context, depth, recompute) for depth in range(config.own_depths))
         if (passes := self.count // len(self.depths)) > 1:
@@ -181,7 +181,7 @@ class FurtherEmbedding(nn.Module):
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Passes values on and zeros back: a weight then gets as many gradients as it is used, whatever they train."""
+    """Passes values on and zeros back, so that a weight still receives one gradient for each of its uses."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:

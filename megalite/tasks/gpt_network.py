@@ -84,10 +84,10 @@ class GPTNetworkTask(Task):
         if loading.finetune and not checkpoint.same_depths(saved, model):
             if loading.load_casts and model.depths:
                 raise CheckpointError(
-                    f"{what} has not the depths of --mtp-num-layers {model.depths}: this run begins them anew, which "
-                    "--load-casts cannot: leave it out"
+                    f"{what} does not have the depths of --mtp-num-layers {model.depths}: this run begins them anew, "
+                    "which --load-casts cannot: leave it out"
                 )
-            fates = {"leaves out {} depths of it": saved.depths, "begins {} depths anew": model.depths}
+            fates = {"leaves out its depths ({})": saved.depths, "begins those of this run anew ({})": model.depths}
             said = " and ".join(words.format(count) for words, count in fates.items() if count)
             self.depth_notes = (f"note: {what} has other depths of multi-token prediction: --finetune {said}",)
             saved, model = without_depths(saved), without_depths(model)

@@ -148,7 +148,8 @@ def _depths(model: ModelConfig) -> str:
         return ""
     letters = "" if model.mtp_hybrid_override_pattern is None else f" {model.mtp_hybrid_override_pattern}"
     shared = " with one set of weights" if model.own_depths < model.depths else ""
-    return f"; {model.depths} depths{letters} predict further tokens{shared}"
+    count = "1 depth" if model.depths == 1 else f"{model.depths} depths"
+    return f"; {count}{letters} predict{'s' if model.depths == 1 else ''} further tokens{shared}"
 
 
 def _experts(model: ModelConfig) -> str:

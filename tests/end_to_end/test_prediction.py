@@ -41,9 +41,9 @@ def test_depths_are_left_out_and_begun_anew_where_it_is_asked(run: Run, tmp_path
     assert "(--finetune leaves out the depths of the checkpoint, and begins those of the run anew)" in other
     finetune = [*once, "--finetune", "--load", tmp_path / "two"]
     out = run(*FLAGS, *finetune, "--save", tmp_path / "none").stdout
-    assert "has other depths of multi-token prediction: --finetune leaves out 2 depths of it\n" in out
+    assert "has other depths of multi-token prediction: --finetune leaves out its depths (2)\n" in out
     out = run(*FLAGS, *finetune, "--mtp-num-layers", 1, "--save", tmp_path / "one").stdout
-    assert "--finetune leaves out 2 depths of it and begins 1 depths anew\n" in out
+    assert "--finetune leaves out its depths (2) and begins those of this run anew (1)\n" in out
     more = [
         *FLAGS,
         *words("--train-iters 4 --mtp-num-layers 2"),

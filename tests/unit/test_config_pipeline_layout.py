@@ -190,12 +190,7 @@ def test_letters_mean_what_is_written(written: tuple[str, str]) -> None:
         (2, "EttL|", ": L (the loss) must be there once, last of all, not elsewhere"),
         (2, "Et|t", ": L (the loss) must be there once, last of all, not 0 times"),
         (2, "EtL|tL", ": L (the loss) must be there once, last of all, not 2 times"),
-        (
-            2,
-            "Ett|mL",
-            ": m is a depth of --mtp-num-layers 0: give all of them right before L in its stage, or none, which means "
-            "the same",
-        ),
+        (2, "Ett|mL", ": m is a depth, and needs --mtp-num-layers"),
         (2, "Ett|xL", ": 'x' is unknown: E embedding, t layer, m depth, L loss, | next stage"),
         (2, "Ett |L", ": ' ' is unknown: E embedding, t layer, m depth, L loss, | next stage"),
         (2, "Et2|L", ": '2' is unknown: E embedding, t layer, m depth, L loss, | next stage"),

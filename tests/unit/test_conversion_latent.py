@@ -28,6 +28,7 @@ from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import logits, verify
 from megalite.errors import CheckpointError
+from megalite.inference.loading import open_model
 from megalite.model.batch import FurtherTokens, LayerContext, MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.router import Router
@@ -437,6 +438,11 @@ def test_a_run_trains_the_depths_of_a_converted_folder(tmp_path: Path, spawn: Ca
     losses = [line["mtp_1_loss"] for line in lines if "lm_loss" in line]
     assert len(losses) == 3
     assert all(map(math.isfinite, losses))
+    run = ["--log-interval", 1, "--load", tmp_path / "hf", "--save", tmp_path / "alone", "--mtp-num-layers", 0]
+    job = spawn([PRETRAIN, *flags.replace("--use-checkpoint-args", "").split(), *run], 1)
+    assert job.wait() == [0], job.stderr(0)
+    assert "--finetune leaves out its depths (1)" in job.stdout(0)
+    assert "mtp_1_loss" not in (tmp_path / "alone" / "metrics.jsonl").read_text()
 
 
 def test_a_depth_of_a_folder_is_whole_and_has_copies_that_are_the_same(tmp_path: Path) -> None:
@@ -463,6 +469,23 @@ def test_a_depth_of_a_folder_is_whole_and_has_copies_that_are_the_same(tmp_path:
     alone = {key: values for key, values in tensors.items() if not (key.startswith("model.l") and key.endswith(copies))}
     save_file(alone, tmp_path / "model.safetensors")
     assert open_huggingface(tmp_path).config.mtp_num_layers == 2
+
+
+def test_depths_are_left_out_where_none_are_asked_for(tmp_path: Path) -> None:
+    """Then it does not matter what copies they have."""
+    tensors, expected = with_depths(tmp_path, 1)
+    copy = "model.layers.4.embed_tokens.weight"
+    save_file(tensors | {copy: tensors[copy] + 1}, tmp_path / "model.safetensors")
+    generating = open_model(tmp_path).opened
+    assert generating is not None
+    assert not generating.config.depths
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 0}))
+    training = open_huggingface(tmp_path)
+    for opened in (generating, training):
+        assert (logits(opened, theirs.tokens()) - expected).abs().max() <= LOGITS
+    (note,) = training.notes
+    assert note.endswith("that predict further tokens (MTP), such as model.layers.4.eh_proj.weight: they are left out")
 
 
 def test_depths_that_are_only_in_the_config_are_left_out_with_a_note(tmp_path: Path) -> None:

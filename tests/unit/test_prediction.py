@@ -54,6 +54,13 @@ def test_the_number_of_parts_wins() -> None:
     assert any(note.startswith("--mtp-hybrid-override-pattern: changes nothing") for note in parsed.notes)
 
 
+def test_no_depths_are_0_and_an_empty_part_of_a_pattern() -> None:
+    flags = "--mtp-loss-scaling-factor 0.3 --mtp-use-repeated-layer"
+    assert model_of(f"--num-layers 2 --mtp-num-layers 0 {flags}") == model_of("--num-layers 2")
+    by_field = model_of("--hybrid-layer-pattern *-/ --mtp-hybrid-override-pattern - --mtp-num-layers 2")
+    assert by_field == model_of("--hybrid-layer-pattern *-/-/-")
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -86,7 +93,16 @@ def test_a_depth_has_the_layers_that_it_names_with_the_windows_of_the_last_of_th
     ("flags", "problem"),
     [
         ("--num-layers 2 --mtp-num-layers 8", "--mtp-num-layers 8 is not below --seq-length 8: no token has such"),
-        ("--num-layers 2 --mtp-num-layers 0", "--mtp-num-layers 0: must be at least 1"),
+        ("--num-layers 2 --mtp-num-layers -1", "--mtp-num-layers -1: must be at least 0"),
+        (
+            "--num-layers 2 --pp 2 --pipeline-model-parallel-layout Et|tmL",
+            "--pipeline-model-parallel-layout 'Et|tmL': m is a depth, and needs --mtp-num-layers",
+        ),
+        (
+            "--hybrid-layer-pattern *-/*E --num-experts 4 --moe-router-topk 2 --fine-grained-activation-offloading "
+            "--offload-modules moe_act",
+            "--offload-modules moe_act: --hybrid-layer-pattern '*-' has no layer with that: leave it out",
+        ),
         ("--num-layers 2 --mtp-loss-scaling-factor 0.3", "--mtp-loss-scaling-factor needs --mtp-num-layers, or / in"),
         ("--num-layers 2 --mtp-detach-heads", "--mtp-detach-heads needs --mtp-num-layers, or / in"),
         ("--num-layers 2 --mtp-standalone", "--mtp-standalone needs --mtp-num-layers, or / in"),
@@ -115,7 +131,7 @@ def test_a_depth_has_the_layers_that_it_names_with_the_windows_of_the_last_of_th
             "--mtp-hybrid-override-pattern '*|-' has |: give the letters of one depth, which all depths have",
         ),
         ("--hybrid-layer-pattern *- --mtp-num-layers 1 --mtp-hybrid-override-pattern -/-", "pattern '-/-' has /: give"),
-        ("--hybrid-layer-pattern *-/x", "--hybrid-layer-pattern 'x': 'x', character 1, is unknown; there are M"),
+        ("--hybrid-layer-pattern *-/x", "depth of --hybrid-layer-pattern, behind /, 'x': 'x', character 1, is unknown"),
         ("--hybrid-layer-pattern /*-", "--hybrid-layer-pattern '' has no layers: give one letter for each"),
         ("--hybrid-layer-pattern *-/E", "--hybrid-layer-pattern '*-' has layers with experts (E): give --num-experts"),
         ("--num-layers 2 --mtp-num-layers 2 --pp 2 --pipeline-model-parallel-layout Ett|mL", "m is a depth of --mtp"),
@@ -135,6 +151,7 @@ def test_what_contradicts_it_is_refused(flags: str, problem: str) -> None:
     [
         ("--pp 2", [2, 2]),
         ("--pp 3 --mtp-standalone", [2, 2, 0]),
+        ("--pp 5 --mtp-standalone", [1, 1, 1, 1, 0]),
         ("--pp 2 --pipeline-model-parallel-layout Ett|ttmmL", [2, 2]),
         ("--pp 2 --pipeline-model-parallel-layout E(t)*4|m*2L", [4, 0]),
         ("--pp 2 --pipeline-model-parallel-layout Ettt|tL", [3, 1]),

@@ -36,7 +36,7 @@ def _needed(model: ModelConfig) -> str:
 
 
 def _problems(model: ModelConfig) -> Iterator[str]:
-    without = "attention without latents: leave it out, or --multi-latent-attention (+ in a pattern)"
+    without = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
     yield from needs(model, _OF_OTHERS, without)
     if "attention" in model.kinds:
         yield "a network has attention (*) or latent attention (+), not both: choose one letter"
