@@ -119,7 +119,7 @@ def test_a_command_resumes(name: str, ranks: int, replicas: int, train: Train, t
 
 @pytest.mark.wide
 def test_a_command_trains_the_weights_of_another_run(train: Train, tmp_path: Path) -> None:
-    """Those that the command names are not public: the same command makes some."""
+    """The same command makes these weights, because those that it names are not public."""
     name = "nemotron/nemotron3_5_lightning_no_load_optim_tp1_pp1_cp1_ep4_dgx_gb200_1N4G"
     train(name, 2, 1, "--save", str(tmp_path / "load"), without=["load", "finetune", "no-load-optim", "no-load-rng"])
     out = train(name, 4, 2)

@@ -574,7 +574,7 @@ LATENTS = (
     "--position-embedding-type rope"
 )
 SWITCH = f"--multi-latent-attention {LATENTS}"
-WITHOUT_LATENTS = "attention without latents: leave it out, or --multi-latent-attention (+ in a pattern)"
+WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
 
 
 @pytest.mark.parametrize(
