@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -86,6 +86,11 @@ def changed(section: Any, names: str) -> list[str]:
         names: field names separated by spaces; `prefix_*` means all fields with this prefix.
     """
     return [name for name, default in _defaults(section.__class__, names).items() if getattr(section, name) != default]
+
+
+def with_defaults(section: Any, names: Iterable[str]) -> Any:
+    """Return a dataclass of options in which these fields have their defaults."""
+    return replace(section, **{name: getattr(type(section), name) for name in names})
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megalite.config.fields import changed, flag_of, given
+from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
 from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, kinds_with_core
 from megalite.config.model import ModelConfig
@@ -20,8 +20,8 @@ _IDLE_WITH_ONE_RANK = {
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
-
 _WITHOUT_QUERIES = {"dense", "moe", "mamba", "short_convolution"}
+"""Kinds of layers that are known to have no queries, keys and values; those of a program may have them."""
 
 
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -30,8 +30,7 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     for section, names, why in _idle(config):
         options = getattr(config, section)
         lines += [f"{flag}: changes nothing{why}" for flag in given(options, names)]
-        defaults = {name: getattr(type(options), name) for name in changed(options, names)}
-        config = replace(config, **{section: replace(options, **defaults)})
+        config = replace(config, **{section: with_defaults(options, changed(options, names))})
     return config, tuple(lines)
 
 

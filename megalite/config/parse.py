@@ -126,7 +126,7 @@ def parse_arguments(
     check_numbers(config)
     model = with_depths_of_pattern(config.model)
     for name in ("mtp_num_layers", "mtp_hybrid_override_pattern"):
-        if getattr(config.model, name) not in (None, 0, getattr(model, name)) and model.depths:
+        if getattr(config.model, name) not in (None, getattr(model, name)) and model.depths:
             notes.append(Note(flag_of(name), f"changes nothing, since {PATTERN_FLAG} has its depths"))
     model, parallel = with_stages_of_pattern(model, config.parallel)
     config = replace(config, model=model, parallel=parallel)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from megalite.config.fields import named, needs
+from megalite.config.fields import named, needs, with_defaults
 from megalite.config.kinds.table import KINDS
 from megalite.config.layer_specs import NEXT_DEPTH, NEXT_STAGE, PATTERN_FLAG
 from megalite.config.model import ModelConfig
@@ -21,13 +21,10 @@ NEEDED = f"{DEPTHS_FLAG}, or {NEXT_DEPTH} in {PATTERN_FLAG}"
 
 def without_depths(model: ModelConfig) -> ModelConfig:
     """Return the network that predicts the next token alone, without the sizes of layers that only depths have."""
-    alone = _reset(model, FIELDS.split())
+    alone: ModelConfig = with_defaults(model, FIELDS.split())
     others = (KINDS[kind].flags for kind in model.kinds - alone.kinds)
-    return _reset(alone, named(alone, " ".join(others)))
-
-
-def _reset(model: ModelConfig, names: Sequence[str]) -> ModelConfig:
-    return replace(model, **{name: getattr(type(model), name) for name in names})
+    found: ModelConfig = with_defaults(alone, named(alone, " ".join(others)))
+    return found
 
 
 def with_depths_of_pattern(model: ModelConfig) -> ModelConfig:

@@ -130,7 +130,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     resume_point = find_resume_point(settings, ParallelMesh())
     paths = resume_point.candidates.paths
     if resume_point.model is not None and not paths:
-        opened = open_initial_model(resume_point.model, compare=False)  # where its weights are read, they are
+        opened = open_initial_model(resume_point.model, compare=False)  # copies are compared where weights are read
         model = asdict(opened.config)
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token

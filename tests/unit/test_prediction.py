@@ -46,9 +46,10 @@ def test_parts_of_a_pattern_are_its_depths() -> None:
 
 
 def test_the_number_of_parts_wins() -> None:
-    parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "*-/*", "--mtp-num-layers", "3"])
-    assert parsed.config.model.depths == 1
-    assert any(note.startswith("--mtp-num-layers: changes nothing") for note in parsed.notes)
+    for count in ("3", "0"):
+        parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "*-/*", "--mtp-num-layers", count])
+        assert parsed.config.model.depths == 1
+        assert any(note.startswith("--mtp-num-layers: changes nothing") for note in parsed.notes)
     parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "*-/*", "--mtp-hybrid-override-pattern", "-"])
     assert parsed.config.model.mtp_hybrid_override_pattern == "*"
     assert any(note.startswith("--mtp-hybrid-override-pattern: changes nothing") for note in parsed.notes)
