@@ -66,6 +66,7 @@ class Network:
     gated: bool = False
     tied: bool = True
     sandwich: bool = False
+    behind: tuple[int, ...] = ()  # 1 for each layer, or letter, whose norms are of outputs alone
     query_key_norm: bool = False
     norm_over_heads: bool = False  # of queries and keys
     output_gate: bool = False
@@ -82,18 +83,26 @@ class Network:
     convolution: tuple[int, bool] = (0, False)  # taps of a short convolution, and whether it has biases
     kimi: tuple[int, int, int, float | None] = (0, 0, 0, None)  # heads, width, taps, bound of the decay
     router_bias: bool = False
+    latents: tuple[int | None, int, int, int, int] | None = None
+    """Sizes of latent attention, in the place of attention: rank of queries and of the rest, width of keys, of what is
+    rotated, of values."""
 
     @property
     def halves(self) -> tuple[int, int]:
         """Numbers of attention layers and of feed-forward layers."""
         if self.pattern is None:
-            return self.layers, self.layers
+            return 0 if self.latents else self.layers, self.layers
         return self.pattern.count("*"), self.pattern.count("-") + self.pattern.count("E")
+
+    @property
+    def latent_layers(self) -> int:
+        """Number of layers of latent attention."""
+        return self.layers * bool(self.latents) if self.pattern is None else self.pattern.count("+")
 
     @property
     def small(self) -> float:
         """Standard deviation of what adds to the residual."""
-        return self.std / math.sqrt(sum(self.halves) if self.pattern is None else len(self.pattern))
+        return self.std / math.sqrt(2 * self.layers if self.pattern is None else len(self.pattern))
 
     def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
@@ -149,6 +158,19 @@ class Network:
             name = f"layers.{layer}.short_convolution."
             found |= {name + part: ((self.hidden, self.hidden), self.std) for part in ("B", "C", "x")}
             found[name + "output"] = ((self.hidden, self.hidden), small)
+        for layer in range(self.latent_layers):
+            name, (query_rank, rank, keys, rotated, wide) = f"layers.{layer}.latent_attention.", self._latents
+            width = keys + rotated
+            if query_rank is None:
+                found[name + "query"] = ((self.heads, width, self.hidden), self.std)
+            else:
+                found[name + "query_down"] = ((query_rank, self.hidden), self.std)
+                found[name + "query_up"] = ((self.heads, width, query_rank), self.std)
+            found[name + "key_value_down"] = ((rank + rotated, self.hidden), self.std)
+            found[name + "key_value_up"] = ((self.heads, keys + wide, rank), self.std)
+            if self.output_gate:
+                found[name + "gate"] = ((self.heads, wide, self.hidden), self.std)
+            found[name + "output"] = ((self.hidden, self.heads, wide), small)
         heads, width, _, _ = self.kimi
         for layer in range((self.pattern or "").count("K")):
             name = f"layers.{layer}.kimi_delta."
@@ -193,6 +215,11 @@ class Network:
                 found[name + "A_log"] = ((heads,), "logarithm", 1.0, 16.0)
         return found
 
+    @property
+    def _latents(self) -> tuple[int | None, int, int, int, int]:
+        assert self.latents is not None
+        return self.latents
+
     def _feed_forward(
         self, name: str, several: tuple[int, ...], ffn: int, hidden: int | None = None
     ) -> dict[str, tuple[tuple[int, ...], float]]:
@@ -231,6 +258,17 @@ class Network:
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
                 if self.output_gate:
                     found[name + "attention.gate_bias"] = (self.heads, self.head_dim), 0.0
+        for layer in range(self.latent_layers):
+            name = f"layers.{layer}.latent_attention"
+            norms[name + "_norm"] = self.hidden
+            if self.sandwich:
+                norms[name + "_output_norm"] = self.hidden
+            query_rank, rank, *_ = self._latents
+            if self.query_key_norm:
+                norms[name + ".key_value_norm"] = rank
+                norms |= {} if query_rank is None else {name + ".query_norm": query_rank}
+            if self.biases:
+                found[name + ".output_bias"] = (self.hidden,), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden
@@ -265,6 +303,8 @@ class Network:
         for kind in RECURRENT if self.sandwich else ():
             for layer in range((self.pattern or "").count(kind)):
                 norms[f"layers.{layer}.{RECURRENT[kind]}_output_norm"] = self.hidden
+        for before, after in self._moved().items():
+            norms[after] = norms.pop(before)
         for name, width in norms.items():
             shape: tuple[int, ...] = (width,)
             if self.norm_over_heads and name.endswith(("query_norm", "key_norm")):
@@ -272,6 +312,20 @@ class Network:
             found[name + ".weight"] = shape, 0.0 if self.around_one else 1.0
             if self.centered:
                 found[name + ".bias"] = (width,), 0.0
+        return found
+
+    def _moved(self) -> dict[str, str]:
+        """Names of norms of inputs that are not there, each with that of an output that is there instead."""
+        letters = self.pattern or ("+-" if self.latents else "*-") * self.layers
+        behind = self.behind if self.pattern else [one for one in self.behind for _ in range(2)]
+        found: dict[str, str] = {}
+        for place, one in enumerate(behind):
+            letter, before = letters[place], letters[:place]
+            number = before.count(letter) if letter not in "-E" else before.count("-") + before.count("E")
+            half = {"*": ("input", "attention"), "-": ("mlp", "mlp"), "E": ("mlp", "mlp")}
+            own = RECURRENT.get(letter, "latent_attention")
+            first, last = half.get(letter, (own, own))
+            found |= {f"layers.{number}.{first}_norm": f"layers.{number}.{last}_output_norm"} if one else {}
         return found
 
     def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:

@@ -30,10 +30,17 @@ def orthogonalized(matrix: Tensor, steps: tuple[tuple[float, float, float], ...]
     return left * values.unsqueeze(-2) @ right
 
 
-def matrices(name: str, tensor: Tensor) -> Tensor | None:
-    """The matrices that the mathematics names, [matrices, rows, columns]; None for vectors and tables."""
+def matrices(name: str, tensor: Tensor, *, per_head: bool = False) -> Tensor | None:
+    """The matrices that the mathematics names, [matrices, rows, columns]; None for vectors and tables.
+
+    `per_head`: each head of queries, keys, values and gates is a matrix.
+    """
     kind = name.split(".")[-1]
-    if name.split(".")[2:3] in (["mamba"], ["gated_delta"], ["kimi_delta"], ["short_convolution"]):
+    of_heads = ("query", "key", "value", "key_value", "gate", "query_up", "key_value_up", "z", "decay_b", "gate_b")
+    if per_head and kind in of_heads and "mamba" not in name and tensor.dim() > 2:
+        return tensor.flatten(0, -3)
+    own = (["mamba"], ["gated_delta"], ["kimi_delta"], ["short_convolution"], ["latent_attention"])
+    if name.split(".")[2:3] in own:
         if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight") or kind.endswith("_bias"):
             return None
         return tensor.flatten(1).unsqueeze(0) if kind == "output" else tensor.flatten(0, -2).unsqueeze(0)
@@ -43,6 +50,8 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
         return tensor.flatten(0, 1).unsqueeze(0)
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)
+    if kind == "projection":
+        return tensor.flatten(1).unsqueeze(0)
     if kind == "gate_up":
         return tensor.flatten(0, -3)
     if kind in ("up", "down", "router", "latent_down", "latent_up"):
@@ -52,7 +61,7 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
 
 def from_matrices(name: str, values: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `matrices` for a tensor of this shape."""
-    if name.endswith("key_value"):
+    if name.endswith("key_value") and len(values) == 2:  # not of each head
         return values.view(2, shape[0], *shape[2:]).transpose(0, 1)
     return values.reshape(shape)
 
@@ -60,8 +69,10 @@ def from_matrices(name: str, values: Tensor, shape: torch.Size) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for tensors that have matrices: groups with `params` (one) and `name`. Updates have AdamW's size: 0.2."""
 
-    def __init__(self, groups: list[dict[str, Any]], momentum: float, *, nesterov: bool) -> None:
-        self.momentum, self.nesterov, self.steps = momentum, nesterov, QUINTIC
+    def __init__(
+        self, groups: list[dict[str, Any]], momentum: float, *, nesterov: bool, per_head: bool = False
+    ) -> None:
+        self.momentum, self.nesterov, self.steps, self.per_head = momentum, nesterov, QUINTIC, per_head
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -71,7 +82,7 @@ class Muon(torch.optim.Optimizer):
             average = self.state[weight].setdefault("average", torch.zeros_like(weight))
             average.copy_(self.momentum * average + (1 - self.momentum) * weight.grad)
             ahead = self.momentum * average + (1 - self.momentum) * weight.grad if self.nesterov else average
-            whole = matrices(group["name"], ahead)
+            whole = matrices(group["name"], ahead, per_head=self.per_head)
             assert whole is not None
             scale = 0.2 * math.sqrt(max(whole.shape[1:]))
             update = from_matrices(group["name"], scale * orthogonalized(whole, self.steps), weight.shape)

@@ -4,7 +4,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
 
     embedding.word [vocabulary, hidden]                 embedding.position [positions, hidden] (learned positions only)
     layers.{i}.input_norm.weight|bias [hidden]          layers.{i}.mlp_norm.weight|bias [hidden]
-    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
+    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms, and norms behind alone)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.gate [heads, head_dim, hidden]          ...gate_bias [heads, head_dim] (gated output only)
@@ -15,7 +15,8 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
-Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py.
+Layers with experts: experts_oracle.py. Recurrent layers: mixers_oracle.py. Rotary positions: rotary_oracle.py. Latent
+attention: latent_oracle.py.
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
@@ -34,8 +35,8 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
+from tests.latent_oracle import Latents
 from tests.mixers_oracle import Mixers
-from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
@@ -60,11 +61,10 @@ NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Oracle(Rotary):
+class Oracle(Latents):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
-    norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
     glu_offset: float = 0.0  # of the up projection
@@ -76,12 +76,11 @@ class Oracle(Rotary):
     residual_scale: float = 1.0  # of what each layer adds
     logit_divisor: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
-    score_cap: float = math.inf
     logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
     pattern: str | None = (
-        None  # a letter a layer: * attention, - or E feed-forward, M, G, L, K; None: both halves in each
+        None  # a letter a layer: * or + attention, - or E feed-forward, M, G, L, K; None: both halves in each
     )
     mixers: Mixers = field(default_factory=Mixers)
 
@@ -98,16 +97,50 @@ class Oracle(Rotary):
 
         A token sees itself and what comes before it, in its own document if `document_ids` are given.
         """
-        routing = Routing() if routing is None else routing
-        sequence = tokens.shape[1]
-        visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
-        if document_ids is not None:
-            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        return self.logits_of(weights, self.normed(weights, tokens, positions, document_ids, dropout, routing))
+
+    def logits_of(self, weights: Weights, normed: Tensor) -> Tensor:
+        """The logits of hidden states behind a final norm."""
+        logits = F.linear(normed, weights.get("output", weights["embedding.word"])) / self.logit_divisor
+        return capped(logits, self.logit_cap)
+
+    def normed(
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None = None,
+        dropout: Dropout = NOTHING_DROPPED,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """The hidden states behind the final norm, `[batch, sequence, hidden]`."""
         hidden = weights["embedding.word"][tokens] * self.embedding_scale
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
-        hidden = dropout.embedding(hidden)
+        hidden = self.run(weights, dropout.embedding(hidden), positions, document_ids, dropout, routing or Routing())
+        return self.norm(weights, "final_norm", hidden)
+
+    def letters(self, weights: Weights) -> str:
+        """The letters of the layers, those of both halves of a layer in order."""
         layers = 1 + max((int(name.split(".")[1]) for name in weights if name.startswith("layers.")), default=-1)
+        latents = any(".latent_attention." in name for name in weights)
+        return self.pattern or ("+-" if latents else "*-") * layers
+
+    def run(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        dropout: Dropout,
+        routing: Routing,
+    ) -> Tensor:
+        """All layers; hidden `[batch, sequence, hidden]`."""
+        sequence = positions.shape[1]
+        visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(positions), 1, -1, -1)
+        if document_ids is not None:
+            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        layers = len(self.letters(weights)) // 2
         halves = halves_of(self.pattern) if self.pattern else [(number, number) for number in range(layers)]
         for place, (layer, window) in enumerate(zip(halves, self.windows or [None] * len(halves), strict=True)):
             if self.pattern is not None and (letter := self.pattern[place]) in RECURRENT:
@@ -121,9 +154,7 @@ class Oracle(Rotary):
             if place in self.unrotated:
                 model = replace(self, position_embedding_type="none")
             hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
-        hidden = self.norm(weights, "final_norm", hidden)
-        logits = F.linear(hidden, weights.get("output", weights["embedding.word"])) / self.logit_divisor
-        return capped(logits, self.logit_cap)
+        return hidden
 
     def in_windows(self, rotary_base: float) -> Oracle:
         """Return the oracle for layers with a window, if these have another rotary base."""
@@ -144,14 +175,18 @@ class Oracle(Rotary):
         read = hidden
         if (number := halves[0]) is not None:
             layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
-            normed = self.norm(weights, layer + "input_norm", hidden)
-            attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
-            if layer + "attention_output_norm.weight" in weights:
-                attended = self.norm(weights, layer + "attention_output_norm", attended)
-            hidden = hidden + self.residual_scale * dropout.attended(number, attended)
+            if layer + "latent_attention.output" in weights:
+                attended = self.latent_layer(weights, layer + "latent_attention", hidden, positions, visible, dropped)
+                hidden = hidden + self.residual_scale * dropout.drop(attended, dropout.hidden, number, 8)
+            else:
+                normed = self.norm_of_input(weights, layer + "input_norm", hidden)
+                attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
+                if layer + "attention_output_norm.weight" in weights:
+                    attended = self.norm(weights, layer + "attention_output_norm", attended)
+                hidden = hidden + self.residual_scale * dropout.attended(number, attended)
         if (number := halves[1]) is not None:
             layer = f"layers.{number}."
-            normed = self.norm(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
+            normed = self.norm_of_input(weights, layer + "mlp_norm", read if self.parallel_residual else hidden)
             if layer + "moe.router" in weights:
                 transformed = self.moe(weights, layer + "moe.", normed, routing or Routing())
             else:
@@ -166,12 +201,16 @@ class Oracle(Rotary):
     ) -> Tensor:
         """One layer of a kind in `RECURRENT`, the one with this number of its kind."""
         layer, kind = f"layers.{number}.", RECURRENT[letter]
-        normed = self.norm(weights, f"{layer}{kind}_norm", hidden)
+        normed = self.norm_of_input(weights, f"{layer}{kind}_norm", hidden)
         mixed = getattr(self.mixers, kind)(weights, f"{layer}{kind}.", normed, documents)
         if f"{layer}{kind}_output_norm.weight" in weights:
             mixed = self.norm(weights, f"{layer}{kind}_output_norm", mixed)
         dropped = dropout.drop(mixed, dropout.hidden, number, 4 + list(RECURRENT).index(letter))
         return hidden + self.residual_scale * dropped
+
+    def norm_of_input(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
+        """Return the input as it is where a layer has its norms behind."""
+        return self.norm(weights, name, hidden) if name + ".weight" in weights else hidden
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimensions, as many as the weight has."""
@@ -201,7 +240,7 @@ class Oracle(Rotary):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
-        scores = capped(scores, self.score_cap)
+        scores = self.capped(scores)
         scores = scores.masked_fill(~visible, -math.inf)
         if self.off_by_one or name + "sink" in weights:
             sink = weights.get(name + "sink", scores.new_zeros(heads))
@@ -252,10 +291,10 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*) has numbers of its own, and - and E together; others: none."""
+    """The halves of layers of one letter: attention (*, +) has numbers of its own, - and E together; others: none."""
     before = [pattern[:place] for place in range(len(pattern))]
     return [
-        (text.count("*") if letter == "*" else None, text.count("-") + text.count("E") if letter in "-E" else None)
+        (text.count(letter) if letter in "*+" else None, text.count("-") + text.count("E") if letter in "-E" else None)
         for letter, text in zip(pattern, before, strict=True)
     ]
 

@@ -136,7 +136,7 @@ def attention(
     Args:
         query: [batch, heads, queries, width].
         key: [batch, groups, keys, width].
-        value: [batch, groups, keys, width].
+        value: [batch, groups, keys, width], perhaps of another width.
         mask: the keys that each query sees; made by `as_addend` only if `takes_addend`.
         scale: factor of the scores; None for 1 / sqrt(width).
         cap: soft cap of the scores; None for no cap.
@@ -144,8 +144,13 @@ def attention(
             (`goes_in_blocks`).
 
     Returns:
-        [batch, heads, queries, width].
+        [batch, heads, queries, width of the values].
     """
+    fused = cap is None and (dropout is None or draws_its_own(query.device, query.dtype, cap))
+    if query.shape[-1] != value.shape[-1] and (fused or isinstance(mask, BlockMask)):
+        scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+        wide = same_width(query, key, value)
+        return attention(*wide, mask, scale=scale, cap=cap, dropout=dropout)[..., : value.shape[-1]]
     if isinstance(mask, BlockMask):
         output: Tensor = (
             _BlocksOnMeta.apply(query, key, value)[0]
@@ -153,7 +158,7 @@ def attention(
             else _in_blocks(query, key, value, mask, scale, cap)
         )
         return output
-    if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
+    if not fused:
         # Unfused: scaled_dot_product_attention supports neither a soft cap nor a given dropout mask.
         scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
         probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
@@ -164,6 +169,16 @@ def attention(
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=chance, scale=scale, enable_gqa=shared
     )
+
+
+def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill up the heads of all three, or of values, with zeros to one width: fused operators take no other.
+
+    Scores stay the same, and the output has zeros beyond the width of the values.
+    """
+    width = max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
+    return query, key, value
 
 
 def draw_kept(dropout: DropoutMask, query: Tensor, keys: int) -> Tensor:

@@ -114,22 +114,8 @@ def prepare(inputs: Inputs, documents: Documents | None, batch: int) -> ChannelB
     )
     gains = key * outflow
     return ChannelBlock(
-        inputs,
-        1,
-        query,
-        key,
-        step,
-        pairs,
-        inflow,
-        outflow,
-        keep,
-        scores,
-        products,
-        system,
-        added,
-        reads,
-        gains,
-        factors,
+        *(inputs, 1, query, key, step, pairs, inflow, outflow, keep),
+        *(scores, products, system, added, reads, gains, factors),
     )
 
 

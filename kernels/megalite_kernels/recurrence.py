@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from megalite_kernels.chunks import Segment
 from megalite_kernels.implementation import current
-from megalite_kernels.recurrence_segment import WIDEST, FromZero, Part, advance, retreat
+from megalite_kernels.recurrence_segment import WIDEST, First, FromZero, Part, advance, retreat
 
 __all__ = ["Chain", "Found", "Kept", "Scan", "Segment", "advance", "recurrence", "retreat", "step_once"]
 
@@ -180,7 +180,10 @@ def _forward(
 
         last = chain.run([partial(run, part, own) for part, own in zip(parts, states, strict=True)], last)
     else:
-        runs = [FromZero(part, own) for part, own in zip(parts, states, strict=True)]
+        runs = [
+            FromZero(part, own) if part.chunks.start else First(part, own, delta)
+            for part, own in zip(parts, states, strict=True)
+        ]
         maps = [(run.map[0].unflatten(0, heads), run.map[1].unflatten(0, heads)) for run in runs]
         entering = [each.flatten(0, 1) for each in scan.entering(maps)]
         outputs = [run.enter(each) for run, each in zip(runs, entering, strict=True)]

@@ -85,10 +85,9 @@ class Part:
         """Return the gradient of the state before the chunks, if that of the state after them is zero.
 
         Args:
-            reach: see `FromZero`.
+            reach: see `FromZero`; of no tokens, if nobody asks for that gradient.
         """
-        parts = [reach[own].mT @ self.split(own, grad_output) for own in self.blocks]
-        return torch.cat(parts).sum(dim=0)
+        return reach.mT @ grad_output[: reach.shape[1]].flatten(1, 2).transpose(0, 1).to(self.wide)
 
     def back(self, states: Tensor, grad_output: Tensor, gradient: Tensor) -> tuple[list[Tensor], Tensor]:
         """Go back through all chunks with the gradient of the state after them.
@@ -112,21 +111,22 @@ class FromZero:
 
     Attributes:
         map: matrix and offset of `advance`, without a dimension of samples.
-        reach: [chunks, heads, chunk, key width].
+        reach: [heads, padded tokens, key width], so that one product serves all chunks.
     """
 
     def __init__(self, part: Part, states: Tensor) -> None:
         width, key_width = part.inputs.value.shape[3], part.inputs.key.shape[3]
         self._part, self._states, self._matrices = part, states, []
-        self._output = part.new(part.chunks.size, width)
-        self.reach = part.new(part.chunks.size, key_width)
+        (count, heads), tokens = states.shape[:2], len(part.inputs.value)
+        self._output, self.reach = (states.new_empty(heads, tokens, each) for each in (width, key_width))
+        output, reach = (each.unflatten(1, (count, -1)).transpose(0, 1) for each in (self._output, self.reach))
         state, matrix = torch.zeros_like(states[0]), None
         for own in part.blocks:
             block = part.prepare(own)
             state = block.run(states[own], state)
             matrices, matrix = block.matrices(matrix)
-            self._output[own] = block.output(states[own])
-            self.reach[own] = block.reach(matrices)
+            output[own] = block.output(states[own])
+            reach[own] = block.reach(matrices)
             self._matrices.append(matrices)
         assert matrix is not None
         self.map = matrix, state
@@ -134,8 +134,21 @@ class FromZero:
     def enter(self, state: Tensor) -> Tensor:
         """Let a state enter, and return the outputs."""
         part = self._part
-        output = torch.empty_like(part.inputs.value, memory_format=torch.contiguous_format)
         for own, matrices in zip(part.blocks, self._matrices, strict=True):
             self._states[own] = advance(matrices, self._states[own], state)
-            part.chunks.join(output, own, self._output[own] + self.reach[own] @ state)
-        return part.chunks.cut(output)
+        output = self._output.baddbmm_(self.reach, state).transpose(0, 1).to(part.inputs.value.dtype)
+        return part.chunks.cut(output.reshape(part.inputs.value.shape))
+
+
+class First:
+    """The first segment of all, which no state enters: `FromZero` without a matrix and a reach, which nobody needs."""
+
+    def __init__(self, part: Part, states: Tensor, delta: bool) -> None:
+        self._output, state = part.run(states, torch.zeros_like(states[0]))
+        heads, width, _ = state.shape
+        size = width if delta else 1
+        self.map = state.new_zeros(heads, size, size), state
+        self.reach = state.new_empty(heads, 0, width)
+
+    def enter(self, _: Tensor) -> Tensor:
+        return self._output

@@ -9,6 +9,7 @@ from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
     model_config,
+    same_depths,
     saved_section,
 )
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
@@ -54,5 +55,6 @@ __all__ = [
     "read_manifest",
     "relayout_notes",
     "remove_old",
+    "same_depths",
     "saved_section",
 ]

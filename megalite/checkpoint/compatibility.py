@@ -11,10 +11,11 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from megalite.config.fields import named
+from megalite.config.kinds.attention import OF_ATTENTION
 from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
-from megalite.config.validate_model import OF_ATTENTION, model_problems
+from megalite.config.validate_model import model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 from megalite.storage import AnyPath
@@ -28,6 +29,7 @@ NOT_THE_FUNCTION = {
     "moe_router_quantile_balancing_ema",
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
+    *("mtp_loss_scaling_factor", "mtp_detach_heads"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
 }
 
@@ -73,6 +75,12 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
 
 
+def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Tell whether two networks have the same depths of multi-token prediction."""
+    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in map(function_of, (saved, model)))
+    return theirs == ours
+
+
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise CheckpointError if the network in the checkpoint does not compute the same function as `model`.
 
@@ -99,6 +107,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
             )
             different = [name for name in ours if theirs[name] != ours[name]]
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        if any(name.startswith("mtp_") for name in different):
+            lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
@@ -116,7 +126,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["mamba_num_heads"] = model.mamba_heads
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq"))
+    values |= dict.fromkeys(("experimental_attention_variant", "linear_attention_freq", "multi_latent_attention"))
     letters = pattern_of(model.layers)
     if model.hybrid_layer_pattern is not None or any(layer.mixer != "attention" for layer in model.layers):
         values |= {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
@@ -126,6 +136,15 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values["window_rotary_base"] = None
     unrotated = [not layer.rotary for layer in model.layers if layer.mixer == "attention"]
     values["no_rope_freq"] = unrotated if model.rotary and any(unrotated) else None
+    behind = [layer.output_norm for layer in model.layers for _ in layer.kinds]
+    values["output_norm_freq"] = behind if any(behind) else None
+    epsilon = model.norm_epsilon if model.linear_norm_epsilon is None else model.linear_norm_epsilon
+    values["linear_norm_epsilon"] = epsilon if "gated_delta" in model.kinds else None
+    if model.has_latents:
+        epsilon = model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon
+        values["latent_norm_epsilon"] = epsilon if model.qk_layernorm else None
+    values["mtp_hybrid_override_pattern"] = pattern_of(model.depth_layers) or None
+    values["mtp_use_repeated_layer"] = model.own_depths < model.depths
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
@@ -138,7 +157,9 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         yarn = [name for name in values if name.startswith("yarn_")]
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
     elif model.yarn_attention_factor is not None:
-        values |= dict.fromkeys(("mscale", "mscale_all_dim"))
+        values["mscale"] = None
+        if not model.has_latents:  # whose scores it also scales
+            values["mscale_all_dim"] = None
     values["moe_router_load_balancing_type"] = "quantile_balancing" if model.balances_by_quantiles else "another"
     values["moe_layer_freq"] = [kind == "moe" for layer in model.layers for kind in layer.kinds]
     if model.num_experts is None:

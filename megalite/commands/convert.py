@@ -75,6 +75,10 @@ def main() -> None:
     from megalite.process.progress import show_progress
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
+    if arguments.saver == "hf":
+        from megalite.conversion.huggingface import without_unknown_depths
+
+        opened = without_unknown_depths(opened)
     if arguments.tokenizer_model is not None:
         from megalite.conversion.huggingface import tokenizer_fields
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -76,7 +75,7 @@ def flag_of(name: str) -> str:
 
 def named(section: Any, names: str) -> list[str]:
     """Return the names of the fields that `names` means, as those of `changed`."""
-    return [field.name for field in fields(section) if any(fnmatchcase(field.name, name) for name in names.split())]
+    return [*_defaults(section.__class__, names)]
 
 
 def changed(section: Any, names: str) -> list[str]:
@@ -86,8 +85,23 @@ def changed(section: Any, names: str) -> list[str]:
         section: a dataclass of options.
         names: field names separated by spaces; `prefix_*` means all fields with this prefix.
     """
-    defaults = {field.name: field.default for field in fields(section)}
-    return [name for name in named(section, names) if getattr(section, name) != defaults[name]]
+    return [name for name, default in _defaults(section.__class__, names).items() if getattr(section, name) != default]
+
+
+def with_defaults(section: Any, names: Iterable[str]) -> Any:
+    """Return a dataclass of options in which these fields have their defaults."""
+    return replace(section, **{name: getattr(type(section), name) for name in names})
+
+
+@cache
+def _defaults(kind: Any, names: str) -> Mapping[str, Any]:
+    """Return the defaults of the fields that `names` means, by field: a start asks for most of them several times."""
+    if names == "*":
+        return {field.name: field.default for field in fields(kind)}
+    single = names.split()
+    prefixes = tuple(name[:-1] for name in single if name.endswith("*"))
+    every = _defaults(kind, "*").items()
+    return {name: default for name, default in every if name in single or name.startswith(prefixes)}
 
 
 def given(section: Any, names: str) -> list[str]:

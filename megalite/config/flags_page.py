@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from megalite.config import megatron_flags
 from megalite.config.command_line import flag_groups
 from megalite.config.help import default_words, field_docstrings, spelled, value_words
+from megalite.config.megatron_latents import RopeType
 from megalite.config.run import RunConfig, section_types
 from megalite.process.output import say
 
@@ -68,6 +69,8 @@ def _others(flag: str) -> Iterator[str]:
     for other, by_value in tables["value_shorthands"].items():
         shorthands |= {f"--{other} {value}": meant for value, meant in by_value.items()}
     shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = "--position-embedding-type none"
+    for kind in get_args(RopeType):
+        shorthands[f"--{megatron_flags.ROPE_TYPE} {kind}"] = f"--position-embedding-type {kind}"
     for name in megatron_flags.USE_FSDP:
         shorthands[f"--{name}"] = "--data-parallel-sharding-strategy optim_grads_params"
     for other, meant in shorthands.items():

@@ -38,8 +38,8 @@ def layers_with_experts(experts: int | None, layer_freq: str | None, layers: int
         return [False] * layers
     if layer_freq is None:
         return [True] * layers
-    if re.fullmatch(r"\d{1,15}", layer_freq) and int(layer_freq) > 0:
-        return [layer % int(layer_freq) == 0 for layer in range(layers)]
+    if every := _every(layer_freq):
+        return [layer % every == 0 for layer in range(layers)]
     words = "N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0"
     return _pattern("--moe-layer-freq", layer_freq, words, layers)
 
@@ -50,14 +50,18 @@ def layers_without_rotation(freq: str | None, layers: int) -> Sequence[bool]:
     Raises:
         ConfigurationError: the flag cannot be parsed, or describes another number of layers.
     """
-    if freq is None:
-        return [False] * layers
-    if re.fullmatch(r"\d{1,15}", freq) and int(freq) > 0:
-        if layers % int(freq):
-            raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
-        return [(layer + 1) % int(freq) == 0 for layer in range(layers)]
-    words = "N, for every N-th layer without rotation, or a 1 (without) or a 0"
-    return _pattern("--no-rope-freq", freq, words, layers)
+    if freq is not None and (every := _every(freq)) and layers % every:
+        raise ConfigurationError(f"--no-rope-freq {freq} does not divide --num-layers {layers}: give a list")
+    return _every_nth("--no-rope-freq", freq, "without rotation, or a 1 (without) or a 0", layers)
+
+
+def layers_with_output_norms(freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether its norms are behind its halves instead of before them.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    return _every_nth("--output-norm-freq", freq, "with norms behind, or a 1 (behind) or a 0", layers)
 
 
 def layers_of_linear_attention(freq: str | None, layers: int) -> Sequence[bool]:
@@ -68,8 +72,8 @@ def layers_of_linear_attention(freq: str | None, layers: int) -> Sequence[bool]:
     """
     if freq is None:
         return [False] * layers
-    if re.fullmatch(r"\d{1,15}", freq) and int(freq) > 0:
-        return [(layer + 1) % int(freq) != 0 for layer in range(layers)]
+    if every := _every(freq):
+        return [(layer + 1) % every != 0 for layer in range(layers)]
     words = "N, for attention in one layer of N, or a 1 (linear attention) or a 0"
     return _pattern("--linear-attention-freq", freq, words, layers)
 
@@ -77,10 +81,24 @@ def layers_of_linear_attention(freq: str | None, layers: int) -> Sequence[bool]:
 def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
     if skip_freq is None:
         return [True] * layers
-    if re.fullmatch(r"\d{1,15}", skip_freq) and int(skip_freq) > 1:
-        return [(layer + 1) % int(skip_freq) != 0 for layer in range(layers)]
+    if (every := _every(skip_freq)) > 1:
+        return [(layer + 1) % every != 0 for layer in range(layers)]
     words = "N, for one layer of N without the window, or a 1 (with) or a 0"
     return _pattern("--window-attn-skip-freq", skip_freq, words, layers)
+
+
+def _every_nth(flag: str, freq: str | None, words: str, layers: int) -> Sequence[bool]:
+    """Return which layers a flag means: every N-th, or those that a list has; None: none. `words`: what they are."""
+    if freq is None:
+        return [False] * layers
+    if every := _every(freq):
+        return [(layer + 1) % every == 0 for layer in range(layers)]
+    return _pattern(flag, freq, f"N, for every N-th layer {words}", layers)
+
+
+def _every(text: str) -> int:
+    """Return the N of a flag that is a single number; 0 where it is none, and perhaps a list."""
+    return int(text) if re.fullmatch(r"\d{1,15}", text) else 0
 
 
 def _pattern(flag: str, text: str, words: str, layers: int) -> Sequence[bool]:

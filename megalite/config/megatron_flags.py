@@ -12,7 +12,8 @@ from typing import Any
 from megalite.errors import ConfigurationError
 
 NO_POSITION_EMBEDDING = "no-position-embedding"
-"""Flag that turns off the learned table and does not change rotary embeddings. It is therefore applied last."""
+"""Flag that turns off the learned table and does not change rotary embeddings, nor those of latent attention beside a
+table. It is therefore applied last."""
 
 USE_FSDP = ("use-megatron-fsdp", "use-torch-fsdp2", "use-custom-fsdp")
 """Flags for ZeRO 3, unless another flag or the YAML names a sharding strategy. They are therefore applied last."""
@@ -26,6 +27,9 @@ MASKS_ARE_NOT_BUILT = {"reset-attention-mask", "no-create-attention-mask-in-data
 
 ONE_LAYER_BY_DEFAULT = ("checkpoint-activations", "activations-checkpoint-method")
 """Flags of earlier releases that recompute layers one by one, unless another flag says how many form a chunk."""
+
+ROPE_TYPE = "rope-type"
+"""Flag of latent attention, whose effect depends on other flags (`megatron_latents.py`)."""
 
 CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
 """Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""
@@ -124,7 +128,7 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Return every flag of the tables."""
-    found = [*APPLIED_LAST, *accepted(), *_refused()]
+    found = [*APPLIED_LAST, ROPE_TYPE, *accepted(), *_refused()]
     for table in ("aliases", "shorthands", "accepted_values", "removed", "forks"):
         found += tables()[table]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from megalite.config.activations import FLAGS, Activation, activation_of
 from megalite.config.fields import (
     CapacityFactor,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ShareAboveZero,
@@ -22,15 +24,20 @@ from megalite.config.layer_patterns import (
     keys_before,
     layers_of_linear_attention,
     layers_with_experts,
+    layers_with_output_norms,
     layers_without_rotation,
 )
 from megalite.config.layer_specs import (
-    KINDS_WITHOUT_ATTENTION,
     PATTERN_FLAG,
     FeedForward,
     LayerSpec,
     Mixer,
+    Names,
+    kinds_without_attention,
+    layer_names,
     numbers_in_names,
+    pattern_of,
+    specs_of_depth,
     specs_of_pattern,
 )
 from megalite.errors import ConfigurationError
@@ -65,7 +72,8 @@ class ModelConfig:
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """Position embeddings: a learned table, rotary embeddings, rotary embeddings scaled by YaRN, or none."""
+    """Position embeddings: a learned table (of latent attention, rotary embeddings, too), rotary embeddings, rotary
+    embeddings scaled by YaRN, or none."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: ShareAboveZero = 1.0
@@ -123,6 +131,9 @@ class ModelConfig:
     """Number added to the variance in each norm."""
     sandwich_norm: bool = False
     """Normalise also the outputs of attention and of the feed-forward layer before they are added (Gemma 2)."""
+    output_norm_freq: str | None = None
+    """Layers that normalise the outputs of attention and of the feed-forward layer instead of their inputs (OLMo 2): N
+    means every N-th; or a list of 1 (outputs) or 0 per layer, like ([0]*3+[1])*8; unset: none."""
     apply_layernorm_1p: bool = False
     """Store the weight of each norm minus 1, so that it starts at 0."""
     qk_layernorm: bool = False
@@ -205,7 +216,8 @@ class ModelConfig:
     hybrid_layer_pattern: str | None = None
     """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
     * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
-    pipeline-model-parallel-layout. Unset: every layer is attention and a feed-forward layer."""
+    pipeline-model-parallel-layout, and / a depth that predicts a further token, all depths with the same letters.
+    Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -234,6 +246,8 @@ class ModelConfig:
     """Tokens that the convolution of a gated delta net sees."""
     linear_allow_neg_eigval: bool = False
     """Let a gated delta net turn what it has stored into its negative: twice the strength of a write (OLMo-Hybrid)."""
+    linear_norm_epsilon: NonNegativeFloat | None = None
+    """Number added to the variance in the norm of a gated delta net's output; unset: norm-epsilon."""
     linear_chunk_size: PositiveInt = 64
     """Tokens of a sample that a gated delta net computes by matrix products. It changes only rounding."""
     attention_output_gate: bool = False
@@ -277,6 +291,21 @@ class ModelConfig:
     qk_layernorm_over_heads: bool = False
     """Normalise queries, and keys, over all heads together instead of each (OLMoE, MiniMax-M2); for qk-layernorm."""
 
+    multi_latent_attention: bool = False
+    """Give all layers of a GPT attention over latents (DeepSeek-V2 and later), + in a pattern."""
+    q_lora_rank: PositiveInt | None = None
+    """Width of the latent from which the queries of latent attention are made; unset: they are made of the layer's
+    input."""
+    kv_lora_rank: PositiveInt = 32
+    """Width of the latent from which the keys and values of latent attention are made."""
+    qk_head_dim: PositiveInt = 128
+    """Width of a head's queries and keys in latent attention without the rotated part."""
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """Width of the rotated part of queries and keys in latent attention, of which all heads share the key."""
+    v_head_dim: PositiveInt = 128
+    """Width of a head's values in latent attention."""
+    latent_norm_epsilon: NonNegativeFloat | None = None
+    """Number added to the variance in the norms of latents (qk-layernorm); unset: norm-epsilon."""
     experimental_attention_variant: Literal["gated_delta_net"] | None = None
     """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
     linear_attention_freq: str | None = None
@@ -290,16 +319,28 @@ class ModelConfig:
     """Multiply by this what each mixer and each feed-forward layer adds to the residual stream (Granite)."""
     logits_scaling: PositiveFloat = 1.0
     """Divide the output logits by this (Granite)."""
+    mtp_num_layers: Annotated[NonNegativeInt, at_most(100)] | None = None
+    """Depths of multi-token prediction (arXiv:2412.19437): each predicts one token more, by a layer as the last one, or
+    by those behind / in hybrid-layer-pattern; 0 or unset: none."""
+    mtp_hybrid_override_pattern: str | None = None
+    """Letters of each depth, an earlier form of those behind / in hybrid-layer-pattern."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the depths' losses together, each of which has an equal part."""
+    mtp_use_repeated_layer: bool = False
+    """Use one set of weights in all depths."""
+    mtp_detach_heads: bool = False
+    """Let the depths' losses train the depths alone: not the layers before them, the embedding and the output layer."""
 
     @property
     def rotary(self) -> bool:
-        """True if queries and keys are rotated by their position."""
-        return self.position_embedding_type in ("rope", "yarn")
+        """True if queries and keys are rotated by position, as those of latents are beside a table, too."""
+        kind = self.position_embedding_type
+        return kind in ("rope", "yarn") or (kind == "learned_absolute" and self.has_latents)
 
     @property
     def rotated_channels(self) -> int:
         """Number of channels of each head that rotary embeddings rotate."""
-        return int(self.head_dim * self.rotary_percent)
+        return self.qk_pos_emb_head_dim if self.has_latents else int(self.head_dim * self.rotary_percent)
 
     @property
     def learned_positions(self) -> int | None:
@@ -311,20 +352,53 @@ class ModelConfig:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
+        behind = layers_with_output_norms(self.output_norm_freq, self.num_layers)
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows, rotary)
+            return specs_of_pattern(pattern, windows, rotary, behind)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
         freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
         linear = layers_of_linear_attention(freq, self.num_layers)
-        return tuple(
+        mixer = "latent_attention" if self.multi_latent_attention else "attention"
+        halves = (
             LayerSpec("gated_delta", "moe" if has_experts else "dense")
             if without_attention
-            else LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before, rotary=rotated)
+            else LayerSpec(mixer, "moe" if has_experts else "dense", keys_before=before, rotary=rotated)
             for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
+        return tuple(replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True))
 
     @property
-    def depth(self) -> str:
+    def depths(self) -> int:
+        """Number of depths of multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def shares_embedding(self) -> bool:
+        """True if the last stage has the weight of the first one's embedding, for the output layer or for depths."""
+        return self.depths > 0 or not self.untie_embeddings_and_output_weights
+
+    @property
+    def own_depths(self) -> int:
+        """Number of depths with weights of their own."""
+        return min(self.depths, 1) if self.mtp_use_repeated_layer else self.depths
+
+    @functools.cached_property
+    def depth_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of a depth's layers; none without depths. Raises ConfigurationError as `layers` does."""
+        return specs_of_depth(self.layers, self.mtp_hybrid_override_pattern) if self.depths else ()
+
+    @functools.cached_property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of all layers with weights of their own: of `layers`, then of the depths. Raises as `layers`."""
+        return self.layers + self.depth_layers * self.own_depths
+
+    @property
+    def passed_layers(self) -> tuple[LayerSpec, ...]:
+        """Descriptions of the layers that each token passes, those of a repeated depth several times."""
+        return self.layers + self.depth_layers * self.depths
+
+    @property
+    def layers_flag(self) -> str:
         """Number of layers, with the flag that gives it, for messages."""
         if (pattern := self.hybrid_layer_pattern) is None:
             return f"--num-layers {self.num_layers}"
@@ -334,24 +408,44 @@ class ModelConfig:
     def kinds(self) -> frozenset[Mixer | FeedForward]:
         """Kinds of all layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
         try:
-            return frozenset(kind for layer in self.layers for kind in layer.kinds)
+            return frozenset(kind for layer in self.all_layers for kind in layer.kinds)
         except ConfigurationError:
             return frozenset()
 
-    @property
+    @functools.cached_property
     def has_attention(self) -> bool:
         """False if no layer reads the flags of attention; true if the layers are not known."""
-        return not self.kinds or not self.kinds <= KINDS_WITHOUT_ATTENTION
+        return not self.kinds or not self.kinds <= kinds_without_attention()
 
     @functools.cached_property
     def numbers(self) -> tuple[tuple[int | None, int | None], ...]:
-        """Numbers of each layer's mixer and feed-forward layer in the names of their weights; in a GPT, the layer's."""
-        return numbers_in_names(self.layers)
+        """Numbers of the mixer and the feed-forward layer of each of `all_layers`, by which their dropout is keyed.
+
+        Those of `layers` are in the names of their weights; in a GPT, they are the layer's.
+        """
+        return numbers_in_names(self.all_layers)
+
+    @functools.cached_property
+    def names(self) -> tuple[Names, ...]:
+        """Begin of the names of each of `all_layers`."""
+        return layer_names(self.layers, self.depth_layers, self.own_depths)
 
     @property
     def has_dense_layers(self) -> bool:
         """True if some layers have a dense feed-forward layer. Raises ConfigurationError as `layers` does."""
-        return any(layer.feed_forward == "dense" for layer in self.layers)
+        return any(layer.feed_forward == "dense" for layer in self.all_layers)
+
+    @property
+    def has_latents(self) -> bool:
+        """True if attention is over latents. No network has attention of both kinds."""
+        return "latent_attention" in self.kinds
+
+    @property
+    def score_width(self) -> int:
+        """Channels of a head of queries, keys and values, the widest of them, where scores are computed."""
+        if self.has_latents:
+            return max(self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim)
+        return self.head_dim
 
     @property
     def head_dim(self) -> int:
@@ -432,11 +526,16 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
     mixers = [layer for layer in model.layers if layer.mixer is not None]
     if any(layer.mixer != "attention" for layer in mixers):
         return model
-    feed_forwards = [layer.feed_forward for layer in model.layers if layer.feed_forward is not None]
+    feeds = [layer for layer in model.layers if layer.feed_forward is not None]
     in_turn = [layer.mixer is not None for layer in model.layers] == [True, False] * len(mixers)
-    if model.hybrid_layer_pattern is None or len(mixers) != len(feed_forwards) or not (in_turn or in_any_order):
+    behind = [int(layer.output_norm) for layer in mixers]
+    if model.hybrid_layer_pattern is None or behind != [int(layer.output_norm) for layer in feeds]:
         return model
-    with_experts = [int(each == "moe") for each in feed_forwards]
+    if len(mixers) != len(feeds) or not (in_turn or in_any_order):
+        return model
+    if model.depths and pattern_of(model.depth_layers) != pattern_of(model.layers[-2:]):
+        return model
+    with_experts = [int(layer.feed_forward == "moe") for layer in feeds]
     windowed = [int(layer.keys_before is not None) for layer in mixers]
     return replace(
         model,
@@ -444,5 +543,27 @@ def as_gpt(model: ModelConfig, *, in_any_order: bool = False) -> ModelConfig:
         moe_layer_freq=None if model.num_experts is None else str(with_experts),
         window_attn_skip_freq=None if model.window_size is None else str(windowed),
         no_rope_freq=None if model.no_rope_freq is None else str([int(not layer.rotary) for layer in mixers]),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
         hybrid_layer_pattern=None,
+        mtp_hybrid_override_pattern=None,
+    )
+
+
+def with_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> ModelConfig:
+    """Return the network that has these layers, of the kinds of those of `model`, in place of its own."""
+    with_experts = [int(spec.feed_forward == "moe") for spec in layers]
+    windowed = [int(spec.keys_before is not None) for spec in layers]
+    unrotated = [int(not spec.rotary) for spec in layers]
+    behind = [int(spec.output_norm) for spec in layers]
+    linear = [int(not spec.attends) for spec in layers]
+    patterned = model.hybrid_layer_pattern is not None
+    return replace(
+        model,
+        num_layers=len(layers),
+        hybrid_layer_pattern=pattern_of(layers) if patterned else None,
+        moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
+        window_attn_skip_freq=None if model.window_size is None else str(windowed),
+        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
+        output_norm_freq=None if model.output_norm_freq is None else str(behind),
+        linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
     )

@@ -118,6 +118,10 @@ class OptimizerConfig:
     """Momentum of muon."""
     muon_nesterov: bool = False
     """Use Nesterov momentum for muon."""
+    muon_split_qkv_per_head: bool = False
+    """Let Muon orthogonalize the queries, keys and values of each head by themselves (GLM-5's Muon Split,
+    arXiv:2602.15763), also the gates of attention and the matrices from latents, instead of those of all heads as one
+    matrix."""
     muon_num_ns_steps: Annotated[PositiveInt, at_most(100)] = 5
     """Number of Newton-Schulz steps with which Muon orthogonalizes an update."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"

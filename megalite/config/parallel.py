@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
 from megalite.config.fields import PositiveInt, at_most, needs
 from megalite.config.layer_patterns import MOST_LAYERS
+from megalite.config.layer_specs import LETTERS, kinds_with_core
 
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig
@@ -88,9 +89,10 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: Annotated[PositiveInt, at_most(MOST_LAYERS)] | None = None
     """Stages per rank; unset: 2 with zb-v, or derived from the two related flags, else 1."""
     pipeline_model_parallel_layout: str | None = None
-    """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
-    repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline ranks in rounds. auto: such that all stages
-    take about as long, by predicted times, or with auto:FILE by those of each rank that profile-pipeline wrote."""
+    """Contents of each stage, by letters: E embedding, t layer, m depth of mtp-num-layers (before L, in its stage), L
+    output and loss, | next stage; x*n and (..)*n repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline
+    ranks in rounds. auto: such that all stages take about as long, by predicted times, or with auto:FILE by those of
+    each rank that profile-pipeline wrote."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None
@@ -99,6 +101,9 @@ class ParallelConfig:
     """Give the first stage one layer less, because of the embedding."""
     account_for_loss_in_pipeline_split: bool = False
     """Give the last stage one layer less, because of the output layer and the loss."""
+    mtp_standalone: bool = False
+    """Give the depths of mtp-num-layers the last stage, with the loss and no layers of the network; off: they follow
+    its last layers on that stage."""
     microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
     """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
@@ -216,8 +221,10 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         yield from needs(parallel, "cp_chunks_per_rank", "--cp-balance documents")
     if parallel.cp_balance != "zigzag":
         yield from needs(parallel, "cp_state_exchange", "--cp-balance zigzag: a chain over more chunks waits longer")
-    if not model.kinds & {"mamba", "gated_delta", "kimi_delta"}:
-        yield from needs(parallel, "cp_state_exchange", "layers that pass a state on (M, G or K)")
+    passing = {letter: each.kind for letter, each in LETTERS.items() if each.passes_state}
+    if model.kinds.isdisjoint(passing.values()):
+        *others, last = passing
+        yield from needs(parallel, "cp_state_exchange", f"layers that pass a state on ({', '.join(others)} or {last})")
     chunks = parallel.chunks_per_rank(seq_length) or 2
     multiple = chunks * size * (tensor if parallel.sequence_parallel else 1)
     if seq_length % multiple:
@@ -245,7 +252,7 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two sizes whose product is "
             f"--context-parallel-size {size}: {_products(size)}"
         )
-    if "attention" not in model.kinds:
+    if model.kinds.isdisjoint(kinds_with_core().difference(passing.values())):  # no attention
         return
     heads = model.num_attention_heads // tensor
     for way in dict.fromkeys(ways):

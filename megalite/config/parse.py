@@ -15,12 +15,15 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
+from megalite.config.idle_flags import without_idle_flags
 from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_pattern
 from megalite.config.megatron_flags import Note
+from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
 from megalite.config.near_checkpoints import folders_near
 from megalite.config.pipeline_layout import STAGE_FIELDS, with_stages_of_pattern
+from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import RunConfig, fields_by_name, section_types
-from megalite.config.validate import check_numbers, without_idle_flags
+from megalite.config.validate import check_numbers
 from megalite.config.warnings import config_warnings
 from megalite.config.yaml_file import Sections, from_sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
@@ -72,6 +75,7 @@ def parse_arguments(
     notes: list[Note] = []
     problems: list[str] = []
     given: set[str] = set()
+    rope_type: str | None = None
     for flag, values in flag_groups(argv):
         try:
             refuse_blank(flag, values)
@@ -82,6 +86,7 @@ def parse_arguments(
                 continue
             given.add(megatron_flags.tables()["aliases"].get(flag, flag))
             found, note = _settle(flag, values)
+            rope_type = values[0] if flag == megatron_flags.ROPE_TYPE else rope_type
             (shorthands if flag in megatron_flags.tables()["shorthands"] else fields).update(found)
             notes += [note] if note else []
         except ConfigurationError as error:
@@ -119,13 +124,20 @@ def parse_arguments(
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
-    model, parallel = with_stages_of_pattern(config.model, config.parallel)
+    model = with_depths_of_pattern(config.model)
+    for name in ("mtp_num_layers", "mtp_hybrid_override_pattern"):
+        if getattr(config.model, name) not in (None, getattr(model, name)) and model.depths:
+            notes.append(Note(flag_of(name), f"changes nothing, since {PATTERN_FLAG} has its depths"))
+    model, parallel = with_stages_of_pattern(model, config.parallel)
     config = replace(config, model=model, parallel=parallel)
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
         notes.append(Note("--reset-attention-mask", why))
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
-    config, idle = without_idle_flags(_applied_last(config, given))
+    config = _applied_last(config, given)
+    rotated = with_megatrons_rotation(config.model, rope_type)
+    notes += latent_notes(config.model, rotated, rope_type, given)
+    config, idle = without_idle_flags(replace(config, model=rotated))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     of_flags = map(as_installed, megatron_flags.note_lines(notes))
     return ParsedArguments(config, (*of_flags, *idle, *warnings))
@@ -133,8 +145,13 @@ def parse_arguments(
 
 def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved fields of a network without those that say which layers it has, if flags say it otherwise."""
-    layers = {"hybrid_layer_pattern": "moe_layer_freq", "num_layers": "hybrid_layer_pattern"}
-    dropped = {other for name, other in layers.items() if name in given and other not in given}
+    of_depths = "mtp_num_layers mtp_hybrid_override_pattern"
+    layers = {
+        "hybrid_layer_pattern": f"moe_layer_freq {of_depths}",
+        "num_layers": "hybrid_layer_pattern mtp_hybrid_override_pattern",
+    }
+    others = (other for name, names in layers.items() if name in given for other in names.split())
+    dropped = {other for other in others if other not in given}
     return {name: value for name, value in saved.items() if name not in dropped}
 
 
@@ -163,7 +180,7 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     if set(given).intersection(megatron_flags.USE_FSDP) and parallel.data_parallel_sharding_strategy is None:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
-        model = replace(model, position_embedding_type="none")
+        model = replace(model, position_embedding_type="rope" if model.has_latents else "none")
     by_tanh = has_exact_form(model.activation) and not {"openai-gelu", "no-exact-gelu"} & set(given)
     without_bias = not {"disable-bias-linear", "no-add-bias-linear"}.isdisjoint(given) and not model.geglu
     if by_tanh and (megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias):
@@ -204,6 +221,9 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
     flag = tables["aliases"].get(flag, flag)
     if flag in megatron_flags.APPLIED_LAST:
         _refuse_values(flag, values)
+        return {}, None
+    if flag == megatron_flags.ROPE_TYPE:
+        field_value(flag, RopeType, values)
         return {}, None
     name, places = flag.replace("-", "_"), fields_by_name()
     if name in places:

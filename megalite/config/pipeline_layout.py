@@ -1,8 +1,8 @@
 """Layers of each pipeline stage, and the rank of each stage, from the flags.
 
-Layouts as letters (`--pipeline-model-parallel-layout`) have Megatron-LM's syntax: E is the embedding, t a layer, L the
-output layer and the loss; | begins the next stage. x*n repeats a letter or |. (..)*n repeats the text between the
-parentheses, which cannot be nested. Commas are ignored.
+Layouts as letters (`--pipeline-model-parallel-layout`) have Megatron-LM's syntax: E is the embedding, t a layer, m a
+depth of multi-token prediction, L the output layer and the loss; | begins the next stage. x*n repeats a letter or |.
+(..)*n repeats the text between the parentheses, which cannot be nested. Commas are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ AUTO = "auto"
 _FLAG = "--pipeline-model-parallel-layout"
 _MOST_LETTERS = 100_000
 _FOREIGN = {
-    "m": "m is a layer of multi-token prediction, which megalite does not have: leave it out",
     "(": "a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3",
     ")": "a bracket must be opened, contain no other, and be followed by a count, as in (tt|)*3",
     "*": "* must be between a letter, | or bracket and a count, as in t*3",
@@ -145,7 +144,9 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
         ranks[rank].append(stage)
     held, schedule = sum(stage.layers for stage in stages), schedule_name(chunks, parallel)
     each = f", {chunks} per rank" if chunks > 1 else ""
-    lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}, schedule {schedule}"]
+    further = f"{model.depths} further depth{'s' if model.depths > 1 else ''}"
+    depths = f" and {further} on the last one" if model.depths else ""
+    lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}{depths}, schedule {schedule}"]
     alike = groupby(range(len(ranks)), lambda rank: [(s.layers, s.embedding, s.loss) for s in ranks[rank]])
     for kind, numbers in alike:
         group = list(numbers)
@@ -183,10 +184,14 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
     ranks = parallel.pipeline_model_parallel_size
     count = ranks * chunks
     stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} per rank' if chunks > 1 else ''})"
+    if parallel.mtp_standalone and count == 1:
+        raise ConfigurationError("--mtp-standalone needs --pipeline-model-parallel-size 2 or more: there is one stage")
+    if parallel.mtp_standalone:
+        stages, count = f"{count - 1} stages, all but that of --mtp-standalone", count - 1
     if count > layers:
         raise ConfigurationError(f"{stages} are more than {what}: use fewer")
     each = _divided_evenly(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
-    stage_sizes = [each] * count
+    stage_sizes = [each] * count + [0] * parallel.mtp_standalone
     stage_sizes[0] -= parallel.account_for_embedding_in_pipeline_split
     stage_sizes[-1] -= parallel.account_for_loss_in_pipeline_split
     return stage_sizes
@@ -199,7 +204,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
     others = parallel.pipeline_model_parallel_size - len(given)
     rest = model.num_layers - (first or 0) - (last or 0)
-    what = f"{model.depth} less {' and '.join(given)} leaves {rest} layers, which"
+    what = f"{model.layers_flag} less {' and '.join(given)} leaves {rest} layers, which"
     over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
     if rest < others or (rest and not others):
         raise ConfigurationError(f"{what} cannot be divided among {over}")
@@ -209,7 +214,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
     """Return what the stages share evenly, as text and as a number."""
-    words, count = model.depth, model.num_layers
+    words, count = model.layers_flag, model.num_layers
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if getattr(parallel, name):
             words, count = f"{words} + 1 (--{name.replace('_', '-')})", count + 1
@@ -231,8 +236,10 @@ def stages_of_letters(layout: str) -> list[str]:
     """Return the letters of each stage, in order, without repeats. Raises ConfigurationError for unknown letters."""
     text = _written_out(layout)
     for letter in text:
-        if letter not in "EtL|":
-            meaning = _FOREIGN.get(letter, f"{letter!r} is unknown: E embedding, t layer, L loss, | next stage")
+        if letter not in "EtmL|":
+            meaning = _FOREIGN.get(
+                letter, f"{letter!r} is unknown: E embedding, t layer, m depth, L loss, | next stage"
+            )
             raise ConfigurationError(f"{_FLAG} {shown(layout)}: {meaning}")
     return text.split("|")
 
@@ -241,7 +248,8 @@ def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
     """Return the number of layers of each stage, in order.
 
     Raises:
-        ConfigurationError: the embedding is not first, the loss is not last, or the number of layers is wrong.
+        ConfigurationError: the embedding is not first, the loss with the depths is not last, or the number of layers or
+            depths is wrong.
     """
     stages = stages_of_letters(layout)
     letters = "".join(stages)
@@ -253,10 +261,18 @@ def layers_of_letters(layout: str, model: ModelConfig) -> list[int]:
             raise ConfigurationError(
                 f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
+    depths = letters.count("m")
+    if depths and not model.depths:
+        raise ConfigurationError(f"{_FLAG} {shown(layout)}: m is a depth, and needs --mtp-num-layers")
+    if depths not in (0, model.depths) or not stages[-1].endswith("m" * depths + "L"):
+        raise ConfigurationError(
+            f"{_FLAG} {shown(layout)}: m is a depth of --mtp-num-layers {model.depths}: give all of them right before "
+            "L in its stage, or none, which means the same"
+        )
     layers = [stage.count("t") for stage in stages]
     if sum(layers) != model.num_layers:
         raise ConfigurationError(
-            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), which is not {model.depth}: make them equal"
+            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), which is not {model.layers_flag}: make them equal"
         )
     return layers
 

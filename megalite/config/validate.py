@@ -10,44 +10,36 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
-from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.layer_specs import ATTENTION_LETTER, KINDS_WITH_CORE, PATTERN_FLAG
-from megalite.config.model import ModelConfig
+from megalite.config.fields import changed, needs, range_problems
+from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
+from megalite.config.kinds.table import splits
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
-from megalite.config.parallel import ParallelConfig, context_parallel_problems
-from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
+from megalite.config.parallel import context_parallel_problems
+from megalite.config.pipeline_layout import pipeline_problems
 from megalite.config.recovery import recovery_problems
 from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_division import division_problems, least_micro_batches
+from megalite.config.validate_experts import expert_run_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
-    OF_ATTENTION,
-    has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
-    what_has_experts,
     with_router_weights,
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
+from megalite.config.validate_prediction import prediction_problems
 from megalite.config.validate_rates import rate_problems
-from megalite.config.validate_recurrent import uneven_recurrent_widths
 from megalite.errors import ConfigurationError
-from megalite.small_files import shown
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
-_TORCHRUN = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone"
-_IDLE_WITH_ONE_RANK = {
-    "tensor_model_parallel_size": "sequence_parallel",
-    "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
-    "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
-}
 
 
 def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
@@ -81,78 +73,6 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     return config
 
 
-def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """Turn off flags that have no effect, as Megatron-LM does. Returns the configuration and a line about each flag."""
-    lines: list[str] = []
-    for section, names, why in _idle(config):
-        options = getattr(config, section)
-        lines += [f"{flag}: changes nothing{why}" for flag in given(options, names)]
-        defaults = {name: getattr(type(options), name) for name in changed(options, names)}
-        config = replace(config, **{section: replace(options, **defaults)})
-    return config, tuple(lines)
-
-
-def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield section and names of fields that have no effect, with the reason."""
-    for axis, names in _IDLE_WITH_ONE_RANK.items():
-        if getattr(config.parallel, axis) == 1:
-            yield "parallel", names, f", since {flag_of(axis)} is 1"
-    if not config.model.has_attention:
-        since = f", since {_why_no_attention(config.model)}"
-        yield "model", OF_ATTENTION, since
-        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
-    if not config.model.qk_layernorm:
-        yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
-    if config.model.hybrid_layer_pattern is not None:
-        yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
-    if config.model.num_experts is None:
-        yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
-    if has_idle_softmax(config.model):
-        yield (
-            "model",
-            "moe_router_pre_softmax",
-            f", since --moe-router-score-function is {config.model.moe_router_score_function}",
-        )
-    if config.training.recompute_granularity is None:
-        yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
-    elif _recomputes_nothing(config):
-        names = "recompute_granularity recompute_modules"
-        yield "training", names, ", since no layer is attention, Mamba-2 or a delta net"
-    if why := why_nothing_is_aligned(_chunks(config), config.parallel):
-        yield "parallel", "align_grad_reduce", f" {why}"
-    if not config.optimizer.narrow:
-        yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
-    if not config.reporting.reports("wandb"):
-        yield "reporting", "wandb_*", " without --wandb-project or --report-to wandb"
-    if not config.reporting.reports("opentelemetry"):
-        yield "reporting", "otel_service_name", " without --otel-enabled or --report-to opentelemetry"
-    if config.checkpoint.save is None:
-        yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
-    if config.checkpoint.finetune:
-        yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
-
-
-def _why_no_attention(model: ModelConfig) -> str:
-    if (pattern := model.hybrid_layer_pattern) is not None:
-        return f"{PATTERN_FLAG} {shown(pattern)} has no attention ({ATTENTION_LETTER})"
-    return f"--linear-attention-freq {model.linear_attention_freq} leaves no layer attention"
-
-
-def _recomputes_nothing(config: RunConfig) -> bool:
-    """Tell whether layers are known and --recompute-granularity selective computes nothing of them again."""
-    training, kinds = config.training, config.model.kinds
-    only_cores = training.recompute_granularity == "selective" and "moe" not in training.recompute_modules
-    return only_cores and bool(kinds) and not kinds & KINDS_WITH_CORE
-
-
-def _chunks(config: RunConfig) -> int:
-    """Return the number of stages per rank; more than one if they cannot be divided, which `validate` reports."""
-    try:
-        return virtual_stages(config.model, config.parallel)
-    except ConfigurationError:
-        return 2
-
-
 def validate(config: RunConfig, world_size: int) -> None:
     """Check a configuration that `resolve` has filled in, for a run on `world_size` ranks.
 
@@ -167,12 +87,13 @@ def validate(config: RunConfig, world_size: int) -> None:
     model, data, training, save = config.model, config.data, config.training, config.checkpoint.save
     tensorboard_dir = config.logging.tensorboard_dir
     problems = (
-        _division(config, workers, data.seq_length),
+        division_problems(config, workers, data.seq_length),
         profiling_problems(config.profiling, save, tensorboard_dir, training.train_iters, world_size),
         context_parallel_problems(config.parallel, model, data.seq_length),
-        _experts(config),
+        expert_run_problems(config),
         _positions(config),
         relation_problems(model),
+        prediction_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),
@@ -207,7 +128,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
     """Check the configuration of a run of a task that is not a GPT. Raises ConfigurationError as `validate` does."""
     check_numbers(config)
     problems = (
-        _division(config, world_size, seq_length=1),
+        division_problems(config, world_size, seq_length=1),
         _communication(config),
         _synchronization(config, world_size),
         _bitwise(config),
@@ -233,7 +154,7 @@ def _elastic(config: RunConfig) -> Iterable[str]:
         return ()
     from megalite.config.validate_elastic import elastic_problems  # few runs are elastic
 
-    return elastic_problems(config, _chunks(config))
+    return elastic_problems(config, stages_per_rank(config))
 
 
 def _survivors(config: RunConfig) -> Iterable[str]:
@@ -321,156 +242,6 @@ def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--train-iters {training.train_iters} of --global-batch-size {batch}: more than 2^53 samples"
 
 
-def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[str]:
-    """Yield what does not divide: ranks by groups, and batches by micro-batches and data-parallel ranks."""
-    training, parallel = config.training, config.parallel
-    if uneven := list(_uneven_groups(parallel, world_size)):
-        yield from uneven
-        return
-    copies = parallel.data_parallel_size(world_size)
-    if parallel.data_parallel_shares is not None:
-        from megalite.config.validate_shares import share_problems
-
-        if problems := list(share_problems(config, world_size)):
-            yield from problems
-            return
-    unit, words = (1, "1") if config.recovery.elastic else _share_unit(parallel, world_size)
-    batch = training.global_batch_size or training.micro_batch_size * least_micro_batches(parallel, world_size)
-    sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
-    if training.rampup_batch_size is not None:
-        start, increment, _ = training.rampup_batch_size
-        sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
-    schedule = training.batch_size_schedule(seq_length)
-    # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
-    continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
-    multiple, least = training.micro_batch_size * unit, training.micro_batch_size * copies
-    fits = [size % multiple == 0 and size >= least for _, size in schedule]
-    first = fits.index(True) if continues and True in fits else 0
-    sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule[first:]]
-    if training.eval_global_batch_size is not None:
-        sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
-    for name, size in sizes:
-        if size % multiple:
-            yield f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x {words}"
-        elif size < least and "increment" not in name:
-            yield f"{name} {size} has fewer micro-batches than {copies} data-parallel ranks"
-    yield from _instances(parallel, world_size)
-    if training.train_samples is not None and training.train_samples < batch and not grows:
-        yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
-
-
-def _share_unit(parallel: ParallelConfig, world_size: int) -> tuple[int, str]:
-    """Return the number of micro-batches of which a step must have a multiple, with its origin in words."""
-    if parallel.data_parallel_shares is not None:
-        from megalite.config.validate_shares import batch_unit
-
-        return batch_unit(parallel, world_size)
-    copies = max(parallel.data_parallel_size(world_size), 1)
-    return copies, f"{copies} data-parallel ranks"
-
-
-def least_micro_batches(parallel: ParallelConfig, world_size: int) -> int:
-    """Return the least number of micro-batches in a step, with at least one for each data-parallel rank."""
-    return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size), 1)
-
-
-def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
-    groups = {  # if both sizes are equal, the second entry replaces the first
-        parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
-        parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
-    }
-    for size, names in [(size, names) for size, names in groups.items() if world_size % size]:
-        sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
-        flags = " x ".join(f"{flag_of(name)} {number}" for name, number in sizes.items() if number > 1)
-        start = f": start {size} processes, as by {_TORCHRUN} --nproc-per-node {size}" if world_size == 1 else ""
-        yield f"{world_size} ranks cannot be divided into groups of {flags}{start}"
-
-
-def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    """Yield what is wrong with the instances of hybrid sharding."""
-    instances, copies = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size(world_size)
-    peers = copies * parallel.context_parallel_size
-    of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
-    if peers % instances:
-        kinds = "data-parallel" if peers == copies else "data- and context-parallel"
-        yield f"--num-distributed-optimizer-instances {instances} does not divide {peers} {kinds} ranks"
-    elif of_experts % instances:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the experts' data-parallel size, "
-            f"{of_experts}"
-        )
-    elif peers == instances > 1:
-        yield f"--num-distributed-optimizer-instances {instances}: with one rank in each nothing is sharded"
-    if instances > 1 and parallel.zero_stage == 0:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "
-            "--data-parallel-sharding-strategy than no_shard"
-        )
-
-
-def _experts(config: RunConfig) -> Iterator[str]:
-    """Yield what is wrong with experts beside the layout, the losses and the other options of a run."""
-    model, parallel = config.model, config.parallel
-    tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
-    if model.num_experts is None:
-        needed = what_has_experts(model)
-        yield from needs(parallel, "expert_model_parallel_size", needed)
-        yield from needs(config.checkpoint, "moe_use_upcycling", needed)
-        yield from needs(config.training, "moe_record_routing moe_replay_routing", needed)
-        return
-    if tensor > 1 and not parallel.sequence_parallel:
-        yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
-    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
-        for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
-                yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
-    if model.hybrid_layer_pattern is not None:
-        yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")
-    if model.moe_latent_size is not None:
-        yield from needs(config.checkpoint, "moe_use_upcycling", "experts of the full width, without --moe-latent-size")
-    feed_forwards = _feed_forwards(model)
-    if "moe" not in feed_forwards:
-        if model.hybrid_layer_pattern is not None:  # reported by `relation_problems`
-            return
-        yield f"--moe-layer-freq {model.moe_layer_freq} gives no layer experts: drop --num-experts"
-        return
-    if model.num_experts % sizes["expert_parallel_size"]:
-        ranks = f"--expert-model-parallel-size {sizes['expert_parallel_size']}"
-        yield f"--num-experts {model.num_experts} is not divisible by {ranks}"
-    if model.expert_ffn_size % sizes["expert_tensor_parallel_size"]:
-        yield from _uneven_experts(config, "dense" in feed_forwards)
-    shared = model.moe_shared_expert_intermediate_size or 0
-    if shared % tensor:
-        yield (
-            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {tensor}"
-        )
-
-
-def _uneven_experts(config: RunConfig, has_dense_layers: bool) -> Iterator[str]:
-    """Yield that the ranks of an expert do not divide its width, unless the line on dense layers says the same."""
-    own, parallel = config.model.moe_ffn_hidden_size, config.parallel
-    width = f"{flag_of('ffn_hidden_size' if own is None else 'moe_ffn_hidden_size')} {config.model.expert_ffn_size}"
-    ranks = parallel.expert_tensor_parallel_size
-    if ranks is not None:
-        yield f"{width} is not divisible by --expert-tensor-parallel-size {ranks}"
-    elif own is not None or not has_dense_layers:
-        tensor = parallel.tensor_model_parallel_size
-        yield (
-            f"{width} is not divisible by --tensor-model-parallel-size {tensor}: --expert-tensor-parallel-size 1 "
-            "does not split experts"
-        )
-
-
-def _feed_forwards(model: ModelConfig) -> set[str]:
-    """Return the kinds of feed-forward layers of the network; all kinds if the layers are not known."""
-    try:
-        return {layer.feed_forward for layer in model.layers if layer.feed_forward is not None}
-    except ConfigurationError:  # reported by `relation_problems`
-        return {"dense", "moe"}
-
-
 def _positions(config: RunConfig) -> Iterator[str]:
     rows, seq_length = config.model.max_position_embeddings, config.data.seq_length
     if rows is not None and rows < seq_length:
@@ -484,18 +255,17 @@ def _layout(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
     if not model.has_attention:
-        yield from needs(parallel, "cp_balance", f"attention, but {_why_no_attention(model)}")
-    split = []
-    if "attention" in model.kinds:
-        split.append(("num-attention-heads", model.num_attention_heads))
-    if "dense" in _feed_forwards(model):
-        split.append(("ffn-hidden-size", model.ffn_size))
+        yield from needs(parallel, "cp_balance", f"attention, but {why_no_attention(model)}")
+    widths = [*splits(model)]
+    sizes = [(width.flag, width.size) for width in widths if width.flag]
     if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say
-        split.append(("seq-length", config.data.seq_length))
-    for flag, size in split:
+        sizes.append(("--seq-length", config.data.seq_length))
+    for flag, size in sizes:
         if size % tensor:
-            yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
-    yield from uneven_recurrent_widths(model, tensor)
+            yield f"{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+    for width in widths:
+        if not width.flag:
+            yield from width.problems(tensor)
 
 
 def _communication(config: TaskConfig) -> Iterator[str]:
@@ -519,7 +289,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         if method is None or number is None:
             yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
         elif number > layers:
-            yield f"--recompute-num-layers {number} is more than {config.model.depth}"
+            yield f"--recompute-num-layers {number} is more than {config.model.layers_flag}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.recompute_granularity != "selective":

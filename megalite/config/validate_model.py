@@ -8,21 +8,18 @@ from dataclasses import replace
 
 from megalite.config.activations import FLAGS
 from megalite.config.fields import flag_of, needs, range_problems
+from megalite.config.kinds.experts import expert_problems
+from megalite.config.kinds.kind import Split
+from megalite.config.kinds.table import kind_problems, splits
 from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
-from megalite.config.validate_recurrent import recurrent_problems, uneven_recurrent_widths
+from megalite.config.prediction import depth_problems
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 MAX_BYTES = 2**44
 """Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
-OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
-    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
-    rope_scaling_* yarn_* mscale mscale_all_dim qk_layernorm_over_heads softmax_type attention_output_gate no_rope_freq
-    attention_dropout kv_channels"""
-"""Fields that nothing but attention reads, beside the number of its heads."""
-_WITHOUT_LOSS = {"none", "sinkhorn", "quantile_balancing"}
 LEAST_ITEM_BYTES = 2
 """Smallest size of a weight or an activation in bytes."""
 
@@ -42,7 +39,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
     if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
-    if model.has_attention and model.kv_channels is None and model.hidden_size % heads:
+    if model.has_attention and not model.has_latents and model.kv_channels is None and model.hidden_size % heads:
         yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
@@ -57,18 +54,32 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "qk_layernorm_over_heads", "--qk-layernorm")
     elif model.qk_layernorm_over_heads and model.normalization != "RMSNorm":
         yield "--qk-layernorm-over-heads needs --normalization RMSNorm"
+    if model.output_norm_freq is not None:
+        idle = "sandwich_norm use_parallel_residual"
+        yield from needs(model, idle, "layers with norms before both halves: leave --output-norm-freq out")
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
     yield from expert_problems(model)
     if model.hybrid_layer_pattern is not None:
         yield from _pattern(model, model.hybrid_layer_pattern)
     try:
-        _ = model.layers
+        _ = model.all_layers
     except ConfigurationError as error:
         yield str(error)
-    yield from recurrent_problems(model)
+    yield from depth_problems(model)
+    yield from _variant(model)
+    yield from kind_problems(model)
     if model.has_attention:
         yield from _rotary(model)
+
+
+def _variant(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with the mixer of those layers of a GPT that have no attention."""
+    variant = model.experimental_attention_variant
+    if variant is None:
+        yield from needs(model, "linear_attention_freq", "--experimental-attention-variant gated_delta_net")
+    elif model.linear_attention_freq is None:
+        yield f"--experimental-attention-variant {variant} needs --linear-attention-freq, for the layers that have it"
 
 
 def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
@@ -83,15 +94,21 @@ def _pattern(model: ModelConfig, pattern: str) -> Iterator[str]:
             f"{what}: give --no-rope-freq as a list with an entry for each letter, 1 for attention without rotation, "
             "because a number counts all letters"
         )
+    if (model.output_norm_freq or "").strip().isdigit() and model.output_norm_freq != "1":
+        yield (
+            f"{what}: give --output-norm-freq as a list with an entry for each letter, 1 for a norm behind it, because "
+            "a number counts all letters"
+        )
     frequency = model.window_attn_skip_freq
     if model.window_size is not None and (frequency is None or frequency.strip().isdigit()):
         yield (
             f"{what} and --window-size: give --window-attn-skip-freq as a list with an entry for each letter, 1 for "
             "attention in the window, because a number counts all letters"
         )
-    if EXPERTS_LETTER in pattern and model.num_experts is None:
+    has_experts = EXPERTS_LETTER in pattern + (model.mtp_hybrid_override_pattern or "")
+    if has_experts and model.num_experts is None:
         yield f"{what} has layers with experts ({EXPERTS_LETTER}): give --num-experts, or write - for a dense layer"
-    if EXPERTS_LETTER not in pattern and model.num_experts is not None:
+    if not has_experts and model.num_experts is not None:
         yield f"{what} has no layer with experts ({EXPERTS_LETTER}): leave --num-experts out, or write one"
 
 
@@ -100,7 +117,9 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     if model.position_embedding_type == "yarn":
         yield from _yarn(model)
     share, width, rotated = model.rotary_percent, model.head_dim, model.rotated_channels
-    if model.rotary and rotated < 2:
+    if model.has_latents:
+        pass  # a part of each head of its own is rotated
+    elif model.rotary and rotated < 2:
         yield f"--rotary-percent {share} of {width} channels per head leaves no pair to rotate"
     elif model.rotary and rotated % 2:
         yield (
@@ -124,8 +143,8 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
         yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
     if model.rotary_base <= 1:
         yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
-    if model.yarn_beta_fast <= slow:
-        yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
+    if model.yarn_beta_fast < slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast} is below --yarn-beta-slow {slow}"
     if original is not None and original < 2 * math.pi * slow:
         yield f"nothing turns --yarn-beta-slow {slow} times over --yarn-original-max-position-embeddings {original}"
 
@@ -163,64 +182,18 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 
 
 def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
-    """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them."""
+    """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them.
+
+    Raises ConfigurationError as `ModelConfig.layers` does.
+    """
     if ranks < 1:
         return [f"--tensor-model-parallel-size {ranks}: must be at least 1"]
-    widths = {"attention heads": model.num_attention_heads} if "attention" in model.kinds else {}
-    if model.has_dense_layers:
-        widths |= {"feed-forward width": model.ffn_size}
+    _ = model.layers
+    widths = [*splits(model)]
     if model.num_experts is not None:
-        widths |= {"expert width": model.expert_ffn_size}
-        widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
-    uneven = [
-        f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
-        for what, width in widths.items()
-        if width % ranks
-    ]
-    return [*uneven, *uneven_recurrent_widths(model, ranks)]
-
-
-def expert_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each relation between the options of experts that does not hold."""
-    experts, topk = model.num_experts, model.moe_router_topk
-    if experts is None:
-        yield from needs(model, "moe_*", what_has_experts(model))
-        return
-    if topk > experts:
-        yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
-    softmax = model.moe_router_score_function == "softmax"
-    if "sinkhorn" in model.moe_router_load_balancing_type:
-        yield from _sinkhorn(model)
-    elif topk == 1 and softmax and not model.moe_router_pre_softmax:
-        yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
-    yield from _quantiles(model, experts)
-    yield from _expert_groups(model, experts)
-    if model.moe_router_enable_expert_bias and softmax:
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid or sqrtsoftplus"
-    if not model.moe_router_enable_expert_bias:
-        yield from needs(model, "moe_router_bias_update_rate", "--moe-router-enable-expert-bias")
-    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if len(kinds) != len(weights):
-        has = f"{len(weights)} number{'s' if len(weights) > 1 else ''}"
-        yield f"--moe-aux-loss-coeff has {has} for {len(kinds)} of --moe-router-load-balancing-type"
-    elif len(set(kinds)) < len(kinds) or (_WITHOUT_LOSS & set(kinds) and len(kinds) > 1):
-        alone = "none, sinkhorn or quantile_balancing alone"
-        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and {alone}"
-    elif _WITHOUT_LOSS & set(kinds) and any(weights):
-        yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than {kinds[0]}"
-    if model.moe_expert_capacity_factor is None:
-        names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"
-        yield from needs(model, names, "--moe-expert-capacity-factor")
-    if model.moe_shared_expert_intermediate_size is None:
-        names = "moe_shared_expert_gate moe_shared_expert_overlap"
-        yield from needs(model, names, "--moe-shared-expert-intermediate-size")
-
-
-def what_has_experts(model: ModelConfig) -> str:
-    """Return what a network without experts lacks, for messages about their flags."""
-    pattern = model.hybrid_layer_pattern
-    lacks_letter = pattern is not None and EXPERTS_LETTER not in pattern
-    return f"a layer with experts ({EXPERTS_LETTER}) in {PATTERN_FLAG}" if lacks_letter else "--num-experts"
+        widths.append(Split("expert width", model.expert_ffn_size))
+        widths.append(Split("width of the shared experts", model.moe_shared_expert_intermediate_size or 0))
+    return [problem for width in widths for problem in width.problems(ranks)]
 
 
 def has_idle_softmax(model: ModelConfig) -> bool:
@@ -238,49 +211,3 @@ def with_router_weights(model: ModelConfig) -> ModelConfig:
     if model.moe_router_topk == 1:
         return replace(model, moe_router_score_function="sigmoid")
     return replace(model, moe_router_pre_softmax=True)
-
-
-def _sinkhorn(model: ModelConfig) -> Iterator[str]:
-    topk, one = model.moe_router_topk, model.moe_router_topk == 1
-    scores = (model.moe_router_score_function, model.moe_router_pre_softmax)
-    if scores != (("sigmoid", False) if one else ("softmax", True)):
-        score = "--moe-router-score-function sigmoid" if one else "--moe-router-pre-softmax"
-        sinkhorn = "--moe-router-load-balancing-type sinkhorn"
-        yield f"{sinkhorn} with --moe-router-topk {topk} needs {score}, and no other score"
-    names = "moe_router_enable_expert_bias moe_router_num_groups moe_router_topk_scaling_factor"
-    yield from needs(model, names, "another --moe-router-load-balancing-type than sinkhorn")
-
-
-def _quantiles(model: ModelConfig, experts: int) -> Iterator[str]:
-    """Yield what is wrong with offsets by quantiles."""
-    quantiles = "--moe-router-load-balancing-type quantile_balancing"
-    if not model.balances_by_quantiles:
-        yield from needs(model, "moe_router_quantile_balancing_ema", quantiles)
-        return
-    if model.moe_router_topk == experts:
-        yield f"{quantiles} needs --num-experts above --moe-router-topk {experts}"
-    names = "moe_router_enable_expert_bias moe_router_num_groups"
-    yield from needs(model, names, "another --moe-router-load-balancing-type than quantile_balancing")
-
-
-def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:
-    """Yield what is wrong with the groups of experts among which a router chooses."""
-    groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
-    if groups is None or chosen is None:
-        if groups is not None:
-            yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk"
-        yield from needs(model, "moe_router_group_*", "--moe-router-num-groups")
-        return
-    if experts % groups:
-        yield f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}"
-    elif chosen > groups:
-        yield f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
-    elif topk > chosen * (experts // groups):
-        open_experts = chosen * (experts // groups)
-        of_groups = "only expert" if open_experts == 1 else f"{open_experts} experts"
-        yield f"--moe-router-topk {topk} is more than the {of_groups} of the chosen groups"
-    elif (scores := model.moe_router_group_scores) is None:
-        if topk % chosen or topk // chosen > experts // groups:
-            yield f"--moe-router-topk {topk} is not a multiple of --moe-router-group-topk {chosen}"
-    elif scores > experts // groups:
-        yield f"--moe-router-group-scores {scores} is more than the {experts // groups} experts of a group"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.layer_specs import KINDS_WITH_CORE, PATTERN_FLAG
+from megalite.config.layer_specs import PATTERN_FLAG, kinds_with_core
 from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.config.pipeline_layout import layers_of_ranks, stage_layers
 from megalite.config.run import RunConfig
@@ -22,8 +22,8 @@ def activation_problems(config: RunConfig) -> Iterator[str]:
         most = max(layers_of_ranks(config.model, config.parallel))
         if count >= config.model.num_layers:
             yield (
-                f"--cpu-offloading-num-layers {count} must be below {config.model.depth}: at least the last layer, "
-                "whose backward follows, stays"
+                f"--cpu-offloading-num-layers {count} must be below {config.model.layers_flag}: at least the last "
+                "layer, whose backward follows, stays"
             )
         elif count > most:
             yield (
@@ -55,10 +55,13 @@ def _modules(config: RunConfig) -> Iterator[str]:
     modules, training = config.offload.offload_modules, config.training
     of_experts = [module for module in modules if module in MODULES_OF_EXPERTS]
     kinds = {kind for layer in config.model.layers for kind in layer.kinds}
-    there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, True)
-    there["attn_norm"] = any(layer.mixer is not None for layer in config.model.layers)
-    there["mlp_norm"] = any(layer.feed_forward is not None for layer in config.model.layers)
-    if missing := [module for module in modules if not there.get(module, bool(kinds & KINDS_WITH_CORE))]:
+    # Of depths nothing is offloaded; without any experts, a line below says so.
+    experts = "moe" in kinds or config.model.num_experts is None
+    there: dict[OffloadModule, bool] = dict.fromkeys(MODULES_OF_EXPERTS, experts)
+    normed = [layer for layer in config.model.layers if not layer.output_norm]
+    there["attn_norm"] = any(layer.mixer is not None for layer in normed)
+    there["mlp_norm"] = any(layer.feed_forward is not None for layer in normed)
+    if missing := [module for module in modules if not there.get(module, bool(kinds & kinds_with_core()))]:
         pattern = shown(config.model.hybrid_layer_pattern or "")
         yield f"--offload-modules {' '.join(missing)}: {PATTERN_FLAG} {pattern} has no layer with that: leave it out"
     if "attn_proj" in modules and "core_attn" not in modules:

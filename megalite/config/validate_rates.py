@@ -51,8 +51,6 @@ def _phases(config: TaskConfig, unit: str) -> Iterator[str]:
         yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
     elif decay is not None and last is not None and warmup + last > decay:
         yield f"warm-up {warmup} and --lr-wsd-decay-{unit} {last} do not fit into the decay's {decay} {unit}"
-    if optimizer.lr_decay_style != "WSD" and optimizer.lr_wsd_decay_style != OptimizerConfig.lr_wsd_decay_style:
-        yield f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style} needs --lr-decay-style WSD"
 
 
 def _idle(config: TaskConfig, unit: str) -> Iterator[str]:

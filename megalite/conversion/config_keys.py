@@ -265,11 +265,11 @@ def leading_dense(name: str, default: int) -> Keys:
     return Keys((name,), read, write)
 
 
-def shared_experts(name: str, width: str, default_width: int) -> Keys:
+def shared_experts(name: str, width: str, default_width: int, default: int = 1) -> Keys:
     """Return the entry for the number of shared experts, each as wide as a routed one, whose width is key `width`."""
 
     def read(config: Json) -> dict[str, Any]:
-        count = value_of(config, name, 1)
+        count = value_of(config, name, default)
         if type(count) is not int or count < 1:
             raise CheckpointError(f"{name} is {shown(count)}, it must be a whole number above 0")
         return {"moe_shared_expert_intermediate_size": count * value_of(config, width, default_width)}
@@ -285,13 +285,22 @@ PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def prediction_layers(config: Json) -> int:
-    """Return the number of layers that predict further tokens, none of which megalite has."""
+    """Return the number of layers that predict further tokens."""
     counts = [value_of(config, name, 0) for name in PREDICTION_LAYERS if name in config] or [1]
     if any(type(count) is not int or not 0 <= count <= MOST_LAYERS for count in counts):
         raise CheckpointError(f"{PREDICTION_LAYERS[0]} is {shown(counts[0])}, which is no number of layers")
     if len({*counts}) > 1:
         raise CheckpointError(f"{' and '.join(PREDICTION_LAYERS)} differ")
     return counts[0]
+
+
+def prediction_depths() -> Keys:
+    """Return the entry for layers that predict further tokens: each is a depth of multi-token prediction."""
+
+    def read(config: Json) -> dict[str, Any]:
+        return {"mtp_num_layers": prediction_layers(config) or None}
+
+    return Keys(PREDICTION_LAYERS, read, lambda model: {PREDICTION_LAYERS[0]: model.depths})
 
 
 def without_prediction_layers() -> Keys:
@@ -304,16 +313,19 @@ def without_prediction_layers() -> Keys:
     return Keys(PREDICTION_LAYERS, read, lambda _: {PREDICTION_LAYERS[0]: 0})
 
 
-def expert_groups() -> Keys:
-    """Return the entry for groups of experts, whose score is the sum of their two best (DeepSeek-V3, GLM-4.5)."""
+def expert_groups(default: int = 1, default_chosen: int = 1, *, scores: int = 2) -> Keys:
+    """Return the entry for groups of experts, whose score is the sum of their two best (DeepSeek-V3, GLM-4.5).
+
+    `scores`: the number of best ones, if it is another.
+    """
 
     def read(config: Json) -> dict[str, Any]:
-        groups, chosen = value_of(config, "n_group", 1), value_of(config, "topk_group", 1)
+        groups, chosen = value_of(config, "n_group", default), value_of(config, "topk_group", default_chosen)
         if groups == 1:
             if chosen != 1:
                 raise CheckpointError(f"topk_group is {shown(chosen)} of 1 group, it must be 1")
             return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"))
-        return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": 2}
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": scores}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1}

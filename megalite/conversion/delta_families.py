@@ -1,4 +1,4 @@
-"""Families of Hugging Face models with gated delta nets: Qwen3-Next, and the text models of Qwen3.5."""
+"""Families of Hugging Face models with gated delta nets: Qwen3-Next, the text models of Qwen3.5, OLMo-Hybrid."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from megalite.conversion.family import Family
 from megalite.conversion.layer_keys import Letters, only_with, qwen_letters
 from megalite.conversion.mapping import MappedBox, Rule, norm
 from megalite.conversion.position_keys import rotary
-from megalite.conversion.recurrent_rules import gated_delta, norms, projections_apart, projections_by_key_head
+from megalite.conversion.recurrent_rules import (
+    convolutions_apart,
+    gated_delta,
+    matrices_apart,
+    norms,
+    one_convolution,
+    projections_apart,
+    projections_by_key_head,
+)
 from megalite.conversion.shared_rules import (
     ATTENTION,
     FFN,
@@ -21,6 +29,7 @@ from megalite.conversion.shared_rules import (
     OF_ALL,
     WIDTHS,
     WITHOUT_BIASES,
+    attention,
     attention_but_queries,
     ends,
     experts,
@@ -81,7 +90,7 @@ def _rules(*projections: Rule) -> tuple[Rule, ...]:
     return (
         *norms(f"{_LAYER}.input_layernorm", "gated_delta_norm", "input_norm"),
         *norm(f"{_LAYER}.post_attention_layernorm", "mlp_norm"),
-        *gated_delta(f"{_LAYER}.linear_attn", *projections),
+        *gated_delta(_DELTA, *projections, one_convolution(_DELTA)),
         Rule(f"{ATTENTION}.q_proj.weight", "(heads two width) hidden -> heads two width hidden", gate),
         *attention_but_queries(ATTENTION),
         *gated_mlp(),
@@ -90,8 +99,9 @@ def _rules(*projections: Rule) -> tuple[Rule, ...]:
 
 
 _LAYER = "model.layers.{layer}"
-_OF_NEXT = (*_rules(*projections_by_key_head(f"{_LAYER}.linear_attn")), *shared_expert(MLP))
-_OF_TEXT = _rules(*projections_apart(f"{_LAYER}.linear_attn"))
+_DELTA = f"{_LAYER}.linear_attn"
+_OF_NEXT = (*_rules(*projections_by_key_head(_DELTA)), *shared_expert(MLP))
+_OF_TEXT = _rules(*projections_apart(_DELTA))
 _next_letters = partial(qwen_letters, experts=keys.sparse_by_step)
 
 QWEN3_NEXT = Family(
@@ -107,7 +117,7 @@ QWEN3_NEXT = Family(
     ),
     _ALWAYS,
     (*_OF_NEXT, *experts(MLP)),
-    fused=(*_OF_NEXT, *fused_experts(MLP)),
+    rewritten=(*_OF_NEXT, *fused_experts(MLP)),
     further=r"mtp\..*",
 )
 
@@ -127,7 +137,7 @@ def _text(name: str, architecture: str, *, sparse: bool, groups: int) -> Family:
         _keys(letters, groups, *own, *(_of_experts(letters, 8) if sparse else (FFN,))),
         _ALWAYS,
         (*_OF_TEXT, *shared_expert(MLP), *experts(MLP)) if sparse else _OF_TEXT,
-        fused=(*_OF_TEXT, *shared_expert(MLP), *fused_experts(MLP)) if sparse else (),
+        rewritten=(*_OF_TEXT, *shared_expert(MLP), *fused_experts(MLP)) if sparse else (),
         prefixes={"model.language_model.": "model.", "": "model."},
         further=rf"mtp\..*|{re.escape(IMAGES)}.*",
     )
@@ -135,3 +145,46 @@ def _text(name: str, architecture: str, *, sparse: bool, groups: int) -> Family:
 
 QWEN3_5 = _text("qwen3_5_text", "Qwen3_5ForCausalLM", sparse=False, groups=4)
 QWEN3_5_MOE = _text("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", sparse=True, groups=2)
+
+# ------------------------------------------------------------------------------------------------ OLMo-Hybrid
+
+
+def _olmo_rules(norm_before: str, norm_of_mlp: str, *convolutions: Rule) -> tuple[Rule, ...]:
+    """Return the rules for a model with these convolutions, and these names of norms of layers without attention."""
+    return (
+        *norm(f"{_LAYER}.{norm_before}", "gated_delta_norm"),
+        *norm(f"{_LAYER}.{norm_of_mlp}", "mlp_norm"),
+        *norm(f"{_LAYER}.post_attention_layernorm", "attention_output_norm"),
+        *norm(f"{_LAYER}.post_feedforward_layernorm", "mlp_output_norm"),
+        *gated_delta(_DELTA, *matrices_apart(_DELTA), *convolutions, norm="o_norm", output="o_proj"),
+        *attention(over_heads=True),
+        *gated_mlp(),
+        *ends("model.embed_tokens.weight", "model.norm", "lm_head.weight"),
+    )
+
+
+OLMO_HYBRID = Family(
+    "olmo_hybrid",
+    "OlmoHybridForCausalLM",
+    (
+        *OF_ALL,
+        *WIDTHS,
+        FFN,
+        layer_keys.olmo_layers(),
+        Keys((), lambda _: {}, lambda _: {"pad_token_id": None}),  # otherwise transformers takes number 100277
+        key("rms_norm_eps", "norm_epsilon", 1e-6),
+        key("attention_dropout", "attention_dropout", 0.0),
+        fixed("hidden_act", "silu"),
+        fixed("attention_bias", False),
+        tied(False),
+        keys.grouped_queries(),
+        layer_keys.rotary_or_none(),
+        layer_keys.olmo_delta_sizes(),
+        key("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+        key("linear_allow_neg_eigval", "linear_allow_neg_eigval", True),
+    ),
+    WITHOUT_BIASES
+    | {"swiglu": True, "qk_layernorm": True, "qk_layernorm_over_heads": True, "linear_norm_epsilon": 1e-5},
+    _olmo_rules("attention_layer_norm", "feedforward_layer_norm", *convolutions_apart(_DELTA)),
+    rewritten=_olmo_rules("input_layernorm", "post_attention_layernorm", one_convolution(_DELTA)),
+)

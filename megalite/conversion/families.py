@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megalite.conversion import block_fp8, mxfp4
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
-from megalite.conversion.delta_families import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
+from megalite.conversion.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR
 from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
@@ -42,10 +44,10 @@ from megalite.conversion.shared_rules import (
 # ------------------------------------------------------------------------------------------------ Llama and its like
 
 
-_LLAMA_LAYER = (*attention(), *gated_mlp(), *norm("model.layers.{layer}.input_layernorm", "input_norm"))
+_LLAMA_INPUT_NORM = norm("model.layers.{layer}.input_layernorm", "input_norm")
 _LLAMA_ENDS = ends("model.embed_tokens.weight", "model.norm", "lm_head.weight")
-_LLAMA_MLP_NORM = norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm")
-_LLAMA_RULES = (*_LLAMA_LAYER, *_LLAMA_MLP_NORM, *_LLAMA_ENDS)
+_LLAMA_NORMS = (*_LLAMA_INPUT_NORM, *norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm"))
+_LLAMA_RULES = (*attention(), *gated_mlp(), *_LLAMA_NORMS, *_LLAMA_ENDS)
 
 _LLAMA_KEYS = (
     *SIZES,
@@ -115,8 +117,8 @@ _QWEN_KEYS = (
 
 def _with_experts(family: Family, rules: tuple[Rule, ...], *shared: Rule) -> Family:
     """Return the family with rules for experts one by one, and for shared ones."""
-    fused = (*family.rules, *fused_experts(), *shared)
-    return replace(family, rules=(*family.rules, *rules, *shared), fused=fused)
+    rewritten = (*family.rules, *fused_experts(), *shared)
+    return replace(family, rules=(*family.rules, *rules, *shared), rewritten=rewritten)
 
 
 MIXTRAL = _with_experts(
@@ -197,15 +199,7 @@ GLM4_MOE = replace(
 )
 
 _ONE_NORM = {"qk_layernorm": True, "qk_layernorm_over_heads": True}
-_ONE_NORM_RULES = (
-    *(
-        rule
-        for rule in _LLAMA_RULES
-        if "attention.query_norm" not in str(rule) and "attention.key_norm" not in str(rule)
-    ),
-    Rule(f"{ATTENTION}.q_norm.weight", "(heads width) -> heads width", (MappedBox("attention.query_norm.weight"),)),
-    Rule(f"{ATTENTION}.k_norm.weight", "(groups width) -> groups width", (MappedBox("attention.key_norm.weight"),)),
-)
+_ONE_NORM_RULES = (*attention(over_heads=True), *gated_mlp(), *_LLAMA_NORMS, *_LLAMA_ENDS)
 OLMOE = _with_experts(
     _llama_like(
         "olmoe",
@@ -224,6 +218,23 @@ OLMOE = _with_experts(
 )
 
 
+OLMO2 = _llama_like(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    WITHOUT_BIASES | _ONE_NORM | {"output_norm_freq": "1"},
+    None,
+    key("rms_norm_eps", "norm_epsilon", 1e-5),
+    fixed("attention_bias", False),
+    rules=(
+        *attention(over_heads=True),
+        *gated_mlp(),
+        *norm("model.layers.{layer}.post_attention_layernorm", "attention_output_norm"),
+        *norm("model.layers.{layer}.post_feedforward_layernorm", "mlp_output_norm"),
+        *_LLAMA_ENDS,
+    ),
+)
+
+
 def _bias_beside_router(block: str) -> Rule:
     return Rule(f"{block}.e_score_correction_bias", "experts -> experts", (MappedBox("state/moe.expert_bias"),))
 
@@ -238,6 +249,7 @@ _M2_EXPERTS = _with_experts(
         keys.num_experts("num_local_experts", "num_experts"),
         keys.several_experts("num_experts_per_tok", 8),
         fixed("router_jitter_noise", 0.0),
+        block_fp8.quantization(),
         keys.rotated_channels("rotary_dim", "head_dim", 128),
         position=rotary(share="partial_rotary_factor", default_base=5_000_000.0),
         rules=_ONE_NORM_RULES,
@@ -247,7 +259,8 @@ _M2_EXPERTS = _with_experts(
 MINIMAX_M2 = replace(
     _M2_EXPERTS,
     rules=(*_M2_EXPERTS.rules, _bias_beside_router("model.layers.{layer}.block_sparse_moe")),
-    fused=(*_M2_EXPERTS.fused, _bias_beside_router(MLP)),
+    rewritten=(*_M2_EXPERTS.rewritten, _bias_beside_router(MLP)),
+    unpack=block_fp8.unpacked,
 )
 
 _INTERLEAVED = (
@@ -289,7 +302,7 @@ GPT_OSS = Family(
     | {"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "moe_router_bias": True}
     | {"softmax_type": "learnable"},
     (*_LLAMA_RULES, *_GPT_OSS_EXPERTS),
-    mxfp4=True,
+    unpack=lambda stored, _: mxfp4.unpacked(stored),
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
@@ -298,7 +311,9 @@ _GEMMA_ALWAYS = WITHOUT_BIASES | {"apply_layernorm_1p": True, "scale_embeddings"
 _GEMMA_KEYS = (*OF_ALL, *_LLAMA_KEYS, keys.head_width(256), fixed("attention_bias", False), tied(True))
 _ONE_WAY = fixed("use_bidirectional_attention", False, written=False)
 _SANDWICH_RULES = (
-    *_LLAMA_LAYER,
+    *attention(),
+    *gated_mlp(),
+    *_LLAMA_INPUT_NORM,
     *norm("model.layers.{layer}.post_attention_layernorm", "attention_output_norm"),
     *norm("model.layers.{layer}.pre_feedforward_layernorm", "mlp_norm"),
     *norm("model.layers.{layer}.post_feedforward_layernorm", "mlp_output_norm"),
@@ -423,21 +438,18 @@ GPT_NEOX = Family(
         *ends("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight"),
     ),
     prefixes={"": "gpt_neox."},
-    renamed={"lm_head.weight": "embed_out.weight"},
+    renamed={r"lm_head\.weight": "embed_out.weight"},
     head="embed_out.weight",
     buffers=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMOE, MINIMAX_M2, GPT_OSS),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMO2, OLMOE, MINIMAX_M2, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
-    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2),
+    *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
 
-LACKING = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
-    "olmo_hybrid": "layers with norms behind attention and the feed-forward layer alone",
-}
+LACKING = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention")
 """Model types that are refused, with the parts of the network that megalite lacks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -14,7 +14,7 @@ from megalite.config.fields import flag_of
 from megalite.config.validate_model import model_problems, number_problems
 from megalite.conversion.config_keys import UNREADABLE, Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
-from megalite.conversion.mapping import Rule
+from megalite.conversion.mapping import Rule, Stored
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
@@ -39,12 +39,13 @@ class Family:
     always: Mapping[str, Any]
     """Fields of ModelConfig that are the same for every model of the family."""
     rules: tuple[Rule, ...]
-    fused: tuple[Rule, ...] = ()
-    """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
+    rewritten: tuple[Rule, ...] = ()
+    """Rules for files in another form, as transformers 5 may write them: with all experts of a layer in one tensor, or
+    with norms of other names; () if none."""
     prefixes: Mapping[str, str] = field(default_factory=lambda: {"": "model."})
     """Prefixes of tensor names in some files, each with that in the table; such as none."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Tensor names that some files have, with the names in the table."""
+    """Patterns of tensor names that some files have, with the names in the table, as `re.sub` takes both."""
     head: str = "lm_head.weight"
     """Name of the output layer. Files of a tied model may also have it, if it equals the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
@@ -53,13 +54,15 @@ class Family:
     """Pattern for the names of tensors of layers that predict further tokens, {layers} for the numbers after the last
     layer; None if models have none.
 
-    megalite does not have such layers: they are left out on reading, with a note.
+    They are left out on reading, with a note, unless `keys` make them depths (`prediction_depths`).
     """
     halves: int = 2
     """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
-
-    mxfp4: bool = False
-    """True if weights of experts may be in blocks of MXFP4 (`mxfp4.py`)."""
+    other_names: tuple[str, ...] = ()
+    """Further values of model_type for the same models. They are never written."""
+    unpack: Callable[[Stored, Json], Stored] | None = None
+    """Function that puts weights in the place of the blocks of quantized files (`mxfp4.py`, `block_fp8.py`), given
+    config.json; None if weights are never quantized."""
 
     @property
     def fates(self) -> Fates:
@@ -106,17 +109,16 @@ class Family:
         for fate in self.fates.of_keys(config):
             yield read[fate.key] if fate.kind == "used" else fate
 
-    def left_out(self, config: Json) -> str | None:
-        """Return a pattern for the names of the tensors of prediction layers; None if the model has none.
+    def of_prediction_layers(self, config: Json) -> str | None:
+        """Return a pattern for the names of the tensors of prediction layers; None if the family has none.
 
+        Of a model whose `config` has none, it is that of the next ten layers: files may have more than config.json.
         `config` is one that `model` accepts.
         """
         if self.further is None or "{layers}" not in self.further:
             return self.further
-        if not (count := prediction_layers(config)):
-            return None
-        layers = "|".join(str(config["num_hidden_layers"] + layer) for layer in range(count))
-        return self.further.replace("{layers}", layers)
+        numbers = range(prediction_layers(config) or 10)
+        return self.further.replace("{layers}", "|".join(str(config["num_hidden_layers"] + layer) for layer in numbers))
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json of a network.
@@ -166,7 +168,7 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.kv_groups
     if heads % groups:
         yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
-    rotated = int(model.head_dim * model.rotary_percent)
+    rotated = model.rotated_channels
     if model.rotary and (rotated < 2 or rotated % 2):
         yield f"{rotated} channels of each head are rotated, but the number must be even"
     try:
@@ -186,8 +188,8 @@ def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict
             return family, family.config(model)
         except CheckpointError as error:
             reasons[family.name] = str(error)
-    # A family whose error names no flag cannot even express the sizes of the network. It is the last choice.
-    nearest = min(reasons, key=lambda name: reasons[name].count("--") or math.inf)
+    # A family whose error does not begin with a flag cannot even express the network. It is the last choice.
+    nearest = min(reasons, key=lambda name: reasons[name].count("--") if reasons[name].startswith("--") else math.inf)
     raise CheckpointError(
         f"no family of Hugging Face has this network; the nearest is {nearest}, except {reasons[nearest]}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,17 @@ from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind, natural_order, packed
+from megalite.config import ModelConfig
+from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.delta_families import IMAGES
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
-from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
+from megalite.conversion.prediction_layers import check_copies, copies_of_depths
 from megalite.data.tokenizers import build_tokenizer
 from megalite.data.tokenizers.folder import read_folder
 from megalite.errors import CheckpointError, ConfigurationError, DataError
@@ -42,31 +46,43 @@ COMPANIONS = (
 """Patterns for the files of a folder that belong to its tokenizer."""
 
 
-def open_huggingface(folder: Path) -> OpenedModel:
-    """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model."""
+def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True) -> OpenedModel:
+    """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model.
+
+    Args:
+        depths: read its depths of multi-token prediction, too, if its family's are megalite's.
+        compare: compare copies of the embedding and the output layer with these, which reads them whole.
+    """
     config = read_config(folder)
     family = family_of(folder, config)
     try:
-        model, left_out = family.model(config), family.left_out(config)
+        model = family.model(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
+    model = model if depths else without_depths(model)
     check_sizes(folder, model)
     _check_other_files(folder)
     ends = tuple(sorted(end_tokens(folder)))
-    logical = logical_tensors(model)
-    # Experts one by one, or the experts of a layer together.
-    mappings = [file_tensors(rules, model, logical, family.halves) for rules in (family.rules, family.fused) if rules]
-    forms = {frozenset(each.name for each in mapping): mapping for mapping in mappings}
-    files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
+    forms, further = _forms(family, model), family.of_prediction_layers(config)
+    copies = copies_of_depths(next(iter(forms.values())))
+    expected, left_out = frozenset(copies).union(*forms), None if model.depths else further
+    files = HuggingFaceFiles(folder, family, expected, left_out)
+    notes = tuple(_left_out(folder, files.left_out))
+    if model.depths and further is not None and not any(re.fullmatch(further, name) for name in files.tensors):
+        notes = (f"note: {folder} has no tensors of layers that predict further tokens (MTP): it is read without",)
+        model = without_depths(model)
+        forms, copies = _forms(family, model), {}
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
-    if others := sorted(files.tensors.keys() - names - {family.head}):
-        raise CheckpointError(f"{folder} has experts both one by one and together, such as {others[0]}")
-    mapping = forms[names]
+    if others := sorted(files.tensors.keys() - names - copies.keys() - {family.head}):
+        raise CheckpointError(f"{folder} has tensors of two forms of its family, such as {others[0]} beside the others")
+    mapping, logical = forms[names], logical_tensors(model)
     try:
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    if "output" not in logical:
+    if compare:
+        check_copies(folder, files, copies)
+    if compare and "output" not in logical:
         word = next(tensor.name for tensor in mapping if tensor.boxes[0][0] == "embedding.word")
         if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
             raise CheckpointError(
@@ -74,9 +90,19 @@ def open_huggingface(folder: Path) -> OpenedModel:
                 "are tied: set tie_word_embeddings to false there if they are not"
             )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
-    notes = tuple(_left_out(folder, files.left_out))
     what = f"{family.name}, {folder}"
     return OpenedModel(what, model, source, data, length, folder, ends, is_huggingface=True, notes=notes)
+
+
+def _forms(family: Family, model: ModelConfig) -> dict[frozenset[str], list[FileTensor]]:
+    """Return the tensors of each form of a family's files, by their names.
+
+    Such as files with experts one by one, or with the experts of a layer together.
+    """
+    logical = logical_tensors(model)
+    tables = [rules for rules in (family.rules, family.rewritten) if rules]
+    mappings = (file_tensors(rules, model, logical, family.halves) for rules in tables)
+    return {frozenset(tensor.name for tensor in mapping): mapping for mapping in mappings}
 
 
 def _left_out(folder: Path, names: Sequence[str]) -> Iterator[str]:
@@ -85,7 +111,7 @@ def _left_out(folder: Path, names: Sequence[str]) -> Iterator[str]:
     for kind, what in (({*names} - {*images}, "predict further tokens (MTP)"), (images, "see images")):
         if kind:
             found = f"{len(kind):,} tensors of layers that {what}, such as {min(kind, key=natural_order)}"
-            yield f"note: {folder} has {found}: megalite has no such layers and leaves them out"
+            yield f"note: {folder} has {found}: they are left out"
 
 
 def _check_other_files(folder: Path) -> None:
@@ -125,7 +151,10 @@ def family_of(folder: Path, config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
-        if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
+        if config.get("model_type") in (family.name, *family.other_names) and architectures in (
+            [],
+            [family.architecture],
+        ):
             return family
     if (lacking := LACKING.get(str(config.get("model_type")))) is not None:
         raise CheckpointError(f"{folder / 'config.json'} is {config['model_type']}, for which megalite lacks {lacking}")
@@ -182,6 +211,22 @@ def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
+def without_unknown_depths(opened: OpenedModel) -> OpenedModel:
+    """Return the model without its depths of multi-token prediction, with a note, if no family has them."""
+    try:
+        choose(FAMILIES, _with_positions(opened))
+    except CheckpointError:
+        return opened.without_depths()
+    return opened
+
+
+def _with_positions(opened: OpenedModel) -> ModelConfig:
+    """Return the network with a maximum sequence length, which config.json has for every kind of positions."""
+    return replace(
+        opened.config, max_position_embeddings=opened.config.max_position_embeddings or opened.sequence_length
+    )
+
+
 def write_huggingface(
     opened: OpenedModel,
     folder: Path,
@@ -201,14 +246,13 @@ def write_huggingface(
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists: choose another folder")
-    # config.json must have a maximum sequence length for every kind of position embedding.
-    positions = opened.config.max_position_embeddings or opened.sequence_length
-    companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
+    companions, model = opened.folder, _with_positions(opened)
     before: dict[str, Any] = {}
     if companions is not None and (companions / "config.json").is_file():
         before = read_config(companions)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
+    mapping += [replace(tensor, name=name) for name, tensor in copies_of_depths(mapping).items()]
     files = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
     config["torch_dtype"] = dtype_name(dtype or opened.dtype)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)

@@ -18,7 +18,7 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
-from megalite.conversion.mxfp4 import unpacked
+from megalite.conversion.mapping import Stored
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.restricted_pickle import StoredTensor
@@ -37,8 +37,6 @@ _WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 """Model types whose text model is described by text_config. What sees images is left out on reading."""
 _RESIDENT = 1 << 26
 """Number of bytes that may be read from a mapped file before its memory is released. One larger tensor exceeds it."""
-_Tensors = dict[str, tuple[Kind, Callable[[], Tensor]]]
-"""Tensors of a file by name, each with the function that reads it."""
 
 
 class HuggingFaceFiles:
@@ -56,7 +54,7 @@ class HuggingFaceFiles:
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
         unknown = []
-        for tensors in _unpacked(folder) if family.mxfp4 else _open(folder):
+        for tensors in _open(folder) if family.unpack is None else _unpacked(folder, family.unpack):
             for name, (kind, read) in tensors.items():
                 ours = _canonical(name, family, expected)
                 if ours in expected or ours == family.head:
@@ -80,31 +78,32 @@ class HuggingFaceFiles:
 
 
 def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
-    name = family.renamed.get(name, name)
+    for pattern, renamed in family.renamed.items():
+        name = re.sub(f"^{pattern}$", renamed, name)
     others = (ours + name.removeprefix(theirs) for theirs, ours in family.prefixes.items() if name.startswith(theirs))
     return name if name in expected else next((other for other in others if other in expected), name)
 
 
-def _open(folder: Path) -> Iterator[_Tensors]:
+def _open(folder: Path) -> Iterator[Stored]:
     """Open the files that transformers would choose."""
     opener, paths = chosen_files(folder)
     yield from map(opener, paths)
 
 
-def _unpacked(folder: Path) -> Iterator[_Tensors]:
+def _unpacked(folder: Path, unpack: Callable[[Stored, Mapping[str, Any]], Stored]) -> Iterator[Stored]:
     """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
-    together: _Tensors = {}
+    together: dict[str, tuple[Kind, Callable[[], Tensor]]] = {}
     for tensors in _open(folder):
         if twice := together.keys() & tensors.keys():
             raise CheckpointError(f"{folder} has {min(twice)} twice")
-        together |= tensors
+        together.update(tensors)
     try:
-        yield dict(unpacked(together))
+        yield unpack(together, read_config(folder))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def chosen_files(folder: Path) -> tuple[Callable[[Path], _Tensors], list[Path]]:
+def chosen_files(folder: Path) -> tuple[Callable[[Path], Stored], list[Path]]:
     """Return the files of weights that transformers would choose, and the function that opens one.
 
     Safetensors files come before pickles, and a single file comes before an index of several files.
@@ -158,7 +157,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {"model_type": f"{config['model_type']}_text", **of_both, **text}
 
 
-def _safetensors(path: Path) -> _Tensors:
+def _safetensors(path: Path) -> Stored:
     """Open a safetensors file (https://huggingface.co/docs/safetensors). Little of it is resident while it is read."""
     try:
         with open_regular(path, folder=path.parent) as file:
@@ -244,7 +243,7 @@ def _check_name(name: object) -> None:
         raise ValueError(f"a tensor is called {shown(name)}")
 
 
-def _pickled(path: Path) -> _Tensors:
+def _pickled(path: Path) -> Stored:
     """Open a file written by torch.save, from which only tensors are read."""
     try:
         open_regular(path, folder=path.parent).close()

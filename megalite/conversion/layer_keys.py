@@ -198,6 +198,47 @@ def qwen_layers(letters: Letters, *by_step: str) -> Keys:
     return Keys(names, lambda config: pattern_fields(letters(config)), write)
 
 
+def olmo_layers() -> Keys:
+    """Return the entry for the layers of OLMo-Hybrid, in which those with attention have their norms behind."""
+    kinds = {letter: kind for kind, letter in _QWEN.items()}
+
+    def read(config: Json) -> dict[str, Any]:
+        layers, listed = layers_of(config), config.get("layer_types")
+        if listed is None:
+            mixers = "".join(ATTENTION_LETTER if layer % 4 == 3 else DELTA_LETTER for layer in range(layers))
+            mixers = mixers if ATTENTION_LETTER in mixers else mixers[:-1] + ATTENTION_LETTER
+        else:
+            mixers = letters_of_kinds("layer_types", listed, _QWEN)
+        if len(mixers) != layers:
+            raise CheckpointError(f"layer_types has {len(mixers)} entries for {layers} layers")
+        behind = [int(letter == ATTENTION_LETTER) for letter in mixers for _ in range(2)]
+        return pattern_fields(with_dense(mixers)) | {"output_norm_freq": str(behind)}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        mixers = mixers_of(model)
+        return {"num_hidden_layers": len(mixers), "layer_types": [kinds.get(letter, "neither") for letter in mixers]}
+
+    return Keys(("num_hidden_layers", "layer_types"), read, write)
+
+
+def olmo_delta_sizes() -> Keys:
+    """Return the entry for the heads of OLMo-Hybrid's gated delta nets, which follow from attention's if missing."""
+
+    def read(config: Json) -> dict[str, Any]:
+        heads = value_of(config, "num_attention_heads")
+        keys = value_of(config, "linear_num_key_heads", None) or heads
+        width = value_of(config, "linear_key_head_dim", None) or int(0.75 * value_of(config, "hidden_size") / keys)
+        return {
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": value_of(config, "linear_num_value_heads", None) or heads,
+            "linear_key_head_dim": width,
+            "linear_value_head_dim": value_of(config, "linear_value_head_dim", None) or 2 * width,
+        }
+
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    return Keys(names, read, lambda model: {name: getattr(model, name) for name in names})
+
+
 def rotary_of_text() -> Keys:
     """Return the entry for rotary embeddings of Qwen3.5, whose sections for images are alike for text."""
     entry = rotary(share="partial_rotary_factor", default_share=0.25)
@@ -223,6 +264,26 @@ def optional_rotary() -> Keys:
         return {name: "rope"} | entry.write(model) if model.rotary else {name: "nope"}
 
     return Keys((name, *entry.names), read, write)
+
+
+def rotary_or_none() -> Keys:
+    """Return the entry for positions of OLMo-Hybrid: rotary embeddings or, with null as their base, none."""
+    entry, name = rotary(), "rope_parameters"
+    nothing = {"rope_theta": None, "rope_type": "default"}
+
+    def read(config: Json) -> dict[str, Any]:
+        if name in config and config[name] is None and "rope_theta" not in config:
+            raise CheckpointError(
+                f"{name} is null, which versions of transformers read as no rotary embeddings or as those of the base "
+                f"10000: give {shown(nothing)} for none, or their base"
+            )
+        found = config.get("rope_scaling") or config.get(name) or config
+        return {"position_embedding_type": "none"} if found.get("rope_theta", 0) is None else entry.read(config)
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return entry.write(model) if model.rotary else {name: nothing}
+
+    return Keys(entry.names, read, write)
 
 
 def factor_of_scores() -> Keys:

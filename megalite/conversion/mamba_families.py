@@ -105,7 +105,7 @@ NEMOTRON_H = Family(
     ),
     WITHOUT_BIASES | {"position_embedding_type": "none"},
     _nemotron_rules(*not_gated(f"{_NEMOTRON}.experts.{{expert}}", "moe", "expert_ffn", "expert_hidden")),
-    fused=_nemotron_rules(
+    rewritten=_nemotron_rules(
         Rule(f"{_NEMOTRON}.experts.up_proj", _UP_OF_ALL, (MappedBox("moe.up"),)),
         Rule(f"{_NEMOTRON}.experts.down_proj", _DOWN_OF_ALL, (MappedBox("moe.down"),)),
     ),
@@ -213,5 +213,5 @@ GRANITE = Family(
     ),
     WITHOUT_BIASES | {"swiglu": True},
     _granite_rules("router.layer.weight", "input_linear.weight", "output_linear.weight"),
-    fused=_granite_rules("router.weight", "experts.gate_up_proj", "experts.down_proj"),
+    rewritten=_granite_rules("router.weight", "experts.gate_up_proj", "experts.down_proj"),
 )

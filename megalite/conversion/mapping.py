@@ -23,13 +23,15 @@ from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
-from megalite.conversion.layers_of_files import numbers_by_layer, recurrent_axis_lengths
+from megalite.conversion.layers_of_files import begins_by_layer, mixer_axis_lengths
 from megalite.conversion.opened import cast_to
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
 Index = tuple[int | slice | None, ...]
 View = Callable[[Tensor], Tensor]
+Stored = Mapping[str, tuple[Kind, Callable[[], Tensor]]]
+"""Tensors of files by name, each with the function that reads it."""
 _MOST_PROBLEMS = 5
 """Maximum number of problems in a message. There is one per tensor, and often all have the same cause."""
 
@@ -39,7 +41,8 @@ class MappedBox:
     """Box of a logical tensor, stored in a tensor of the files."""
 
     tensor: str
-    """Name of the logical tensor, without `layers.N.` in a rule that applies per layer. State is `state/NAME`.
+    """Name of the logical tensor, without `layers.N.` in a rule that applies per layer, and without `mtp.D.` in one
+    for what a depth has beside its layers. State is `state/NAME`.
 
     In a rule that applies per expert, the first axis of the logical tensor is the experts. All other fields of this
     class leave out this axis.
@@ -120,8 +123,9 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "expert_ffn": model.expert_ffn_size,
         "expert_hidden": model.expert_hidden_size,
         "shared_ffn": model.moe_shared_expert_intermediate_size or 0,
+        "1": 1,
         "one": 1,
-        **recurrent_axis_lengths(model),
+        **mixer_axis_lengths(model),
         "vocabulary": model.vocab_size or 0,
         "positions": model.max_position_embeddings or 0,
         "two": 2,
@@ -138,7 +142,7 @@ def file_tensors(
     Raises CheckpointError if the rules do not store each element of a logical tensor exactly once.
     """
     found = []
-    layers = numbers_by_layer(model, halves)
+    layers = begins_by_layer(model, halves)
     for rule in rules:
         for layer in range(len(layers)) if "{layer}" in rule.file else (None,):
             found += _file_tensors(rule, model, logical, layer, {} if layer is None else layers[layer])
@@ -161,11 +165,11 @@ def _file_tensors(
     model: ModelConfig,
     logical: Mapping[str, tuple[int, ...]],
     layer: int | None,
-    numbers: Mapping[str, int],
+    begins: Mapping[str, str],
 ) -> list[FileTensor]:
     """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
-    named = (piece.tensor if layer is None else _name_in_layer(piece.tensor, numbers) for piece in pieces)
+    named = (piece.tensor if layer is None else _name_in_layer(piece.tensor, begins) for piece in pieces)
     names = [name for name in named if name is not None and name in logical]
     if len(names) < len(pieces):
         return []
@@ -188,12 +192,12 @@ def _file_tensors(
     return found
 
 
-def _name_in_layer(tensor: str, numbers: Mapping[str, int]) -> str | None:
+def _name_in_layer(tensor: str, begins: Mapping[str, str]) -> str | None:
     """Return the name of a logical tensor that a rule names in a layer; None if the layer has no such tensor."""
     kind = STATE if tensor.startswith(STATE) else ""
     local = tensor.removeprefix(STATE)
-    number = numbers.get(local.partition(".")[0])
-    return None if number is None else f"{kind}layers.{number}.{local}"
+    begin = begins.get(local.partition(".")[0])
+    return None if begin is None else f"{kind}{begin}.{local}"
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str | None, values: Tensor) -> Tensor:
@@ -202,7 +206,8 @@ def _view(pattern: str, lengths: Mapping[str, int], index: Index, of_part: str |
 
 
 def _arranged(values: Tensor, pattern: str, lengths: Mapping[str, int]) -> Tensor:
-    return rearrange(values, pattern, **{name: lengths[name] for names in axes_of(pattern) for name in names})
+    named = {name for names in axes_of(pattern) for name in names} - {"1"}
+    return rearrange(values, pattern, **{name: lengths[name] for name in named})
 
 
 class Files(Protocol):

@@ -31,6 +31,7 @@ from megalite.conversion.megatron_arguments import (
 )
 from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
+from megalite.conversion.megatron_prediction import file_tensors_of_depths, is_of_depth
 from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.errors import CheckpointError
@@ -57,9 +58,14 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         what = f"the arguments in {folder} describe a network that megalite does not support"
         raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
-    if isinstance(opened, Legacy) and (model.num_experts is not None or model.hybrid_layer_pattern is not None):
-        what = "experts" if model.hybrid_layer_pattern is None else "a pattern of layers"
-        raise CheckpointError(f"{folder} has {what}: {NEWER_FORMAT}")
+    newer = {
+        "a pattern of layers": model.hybrid_layer_pattern is not None,
+        "attention over latents": model.has_latents,
+        "experts": model.num_experts is not None,
+    }
+    if isinstance(opened, Legacy) and any(newer.values()):
+        words = next(words for words, has in newer.items() if has)
+        raise CheckpointError(f"{folder} has {words}: {NEWER_FORMAT}")
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
@@ -96,7 +102,9 @@ def read_arguments(path: Path) -> tuple[Path, TorchDist | Legacy, Mapping[str, A
 
 def _files_of(model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
     """Return the tensors of a network's files, of which each letter of a pattern is a layer."""
-    return file_tensors(RULES, model, logical, halves=2 if model.hybrid_layer_pattern is None else 1)
+    halves = 2 if model.hybrid_layer_pattern is None else 1
+    main = {name: shape for name, shape in logical.items() if not is_of_depth(name)}
+    return [*file_tensors(RULES, model, main, halves), *file_tensors_of_depths(RULES, model, logical, halves)]
 
 
 def _resolve(path: Path) -> Path:
@@ -158,7 +166,7 @@ class _Stacked:
             self.tensors[new] = kind
 
     def _stacked(self, name: str) -> bool:
-        return self._stacks and ".layers." in name
+        return self._stacks and name.startswith("decoder.layers.")
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values` with a box of a tensor of all layers, whose first dimension is the layer; padding is zero."""

@@ -24,6 +24,7 @@ from megalite.conversion.megatron_layers import (
     layer_problems,
     layers_in,
     pattern_in,
+    with_rotation,
 )
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
@@ -50,9 +51,8 @@ _OTHER_NAMES = {
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
-_SWITCHES_AND_COUNTS = """multi_latent_attention qk_l2_norm
-    apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
-    moe_apply_probs_on_input"""
+_SWITCHES_AND_COUNTS = """qk_l2_norm apply_residual_connection_post_layernorm mtp_hsm is_hybrid_model
+    use_mup retro_add_retriever moe_apply_probs_on_input"""
 _CHOICES = """softmax_scale mrope_section heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
     spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
@@ -123,6 +123,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     model = with_router_weights(ModelConfig(**values))
     if impossible := number_problems(model):
         raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
+    model = with_rotation(model, arguments.get("rope_type"))
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
         problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite has one scaling")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":

@@ -120,6 +120,32 @@ def _gated_delta() -> tuple[Rule, ...]:
     )
 
 
+def _latent_attention() -> tuple[Rule, ...]:
+    """Return the rules of attention over latents. A head's rows follow each other, of both parts of it."""
+    matrices = {
+        "linear_q_proj": ("heads query_width", "hidden", "query"),
+        "linear_q_down_proj": ("query_rank", "hidden", "query_down"),
+        "linear_q_up_proj": ("heads query_width", "query_rank", "query_up"),
+        "linear_kv_down_proj": ("latent_rows", "hidden", "key_value_down"),
+        "linear_kv_up_proj": ("heads key_and_value", "latent_rank", "key_value_up"),
+    }
+    output = "hidden (heads latent_value) -> hidden heads latent_value", "hidden -> hidden"
+    return (
+        *norm(_ATTENTION + "linear_qkv.layer_norm", "latent_attention_norm", joint="_"),
+        *norm(_ATTENTION + "q_layernorm", "latent_attention.query_norm", "query_rank"),
+        *norm(_ATTENTION + "kv_layernorm", "latent_attention.key_value_norm", "latent_rank"),
+        *(
+            Rule(
+                f"{_ATTENTION}{file}.weight",
+                f"({rows}) {columns} -> {rows} {columns}",
+                (MappedBox(f"latent_attention.{part}"),),
+            )
+            for file, (rows, columns, part) in matrices.items()
+        ),
+        *linear(_ATTENTION + "linear_proj", output, MappedBox("latent_attention.output")),
+    )
+
+
 RULES: tuple[Rule, ...] = (
     table(WORD, "vocabulary", "embedding.word"),
     table("embedding.position_embeddings.weight", "positions", "embedding.position"),
@@ -137,6 +163,7 @@ RULES: tuple[Rule, ...] = (
     *_experts(),
     *_mamba(),
     *_gated_delta(),
+    *_latent_attention(),
     *norm("decoder.final_layernorm", "final_norm"),
     table(OUTPUT, "vocabulary", "output"),
 )
@@ -151,12 +178,18 @@ _OTHER_NAMES = (  # names of older versions, and without Transformer Engine; rep
     (r"\.dense_4h_to_h\.", ".linear_fc2."),
     (r"\.input_(layer)?norm\.", ".self_attention.linear_qkv.layer_norm_"),
     (r"\.self_attention\.in_proj\.layer_norm_", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\.linear_(q|kv)_up_proj\.layer_norm_", r".\1_layernorm."),
     (r"(\.layers\.\d+)\.norm\.", r"\1.mixer.in_proj.layer_norm_"),
     (r"\.(pre_mlp_layernorm|post_attention_(layer)?norm)\.", ".mlp.linear_fc1.layer_norm_"),
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"^word_embeddings_for_head\.", "output_layer."),
+    (r"^(mtp\.layers\.\d+\.)transformer_layer\.", r"\1mtp_model_layer."),
 )
-_NORM = re.compile(r"(decoder\.layers\.(\d+)\.)(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)")
+_NORM = re.compile(
+    r"((?:decoder|mtp\.layers\.\d+\.(?:mtp_model|transformer)_layer)\.(?:layers\.(\d+)\.)?)"
+    r"(mlp\.linear_fc1|self_attention\.linear_qkv)\.layer_norm_(weight|bias)"
+)
+_LATENT_NORM = re.compile(r"\.(q|kv)_layernorm\.")
 _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
@@ -170,16 +203,23 @@ def canonical(name: str) -> str:
 def written(name: str, model: ModelConfig) -> str:
     """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
 
-    The norm before experts is not fused with their first matrix, and that before a gated delta net with its own. The
-    norm after all layers has another name if there is a pattern of layers.
+    The norm before experts is not fused with their first matrix, nor that before attention over latents, whose norms
+    are fused with the matrices that read them. That before a gated delta net is fused with its own. The norm after all
+    layers, and the layers of depths, have other names if there is a pattern of layers.
     """
     if model.hybrid_layer_pattern is not None:
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
+    else:
+        name = name.replace(".mtp_model_layer.", ".transformer_layer.")
+    if model.has_latents:
+        name = _LATENT_NORM.sub(r".linear_\1_up_proj.layer_norm_", name)
     if (found := _NORM.fullmatch(name)) is None:
         return name
-    layer = model.layers[int(found[2])]
+    layer = (model.depth_layers if name.startswith("mtp.") else model.layers)[int(found[2] or 0)]
     if layer.feed_forward == "moe" and found[3].startswith("mlp"):
         return f"{found[1]}pre_mlp_layernorm.{found[4]}"
+    if layer.mixer == "latent_attention" and found[3].startswith("self_attention"):
+        return f"{found[1]}input_layernorm.{found[4]}"
     if layer.mixer == "gated_delta" and found[3].startswith("self_attention"):
         return f"{found[1]}self_attention.in_proj.layer_norm_{found[4]}"
     return name

@@ -7,22 +7,19 @@ which each byte is the exponent of 32 numbers, plus 127. All products are exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.tensors import Kind
-from megalite.conversion.mapping import LastTensor
+from megalite.conversion.mapping import LastTensor, Stored
 from megalite.errors import CheckpointError
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _BYTES, _BIAS = 16, 127
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-Stored = Mapping[str, tuple[Kind, Callable[[], Tensor]]]
-"""Tensors by name, each with the function that reads it."""
 
 
 def unpacked(stored: Stored) -> Stored:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import STATE
+from megalite.checkpoint.manifest import MODEL, STATE
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.config.layer_costs import least_parameters
+from megalite.config.prediction import without_depths
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
@@ -51,6 +52,17 @@ class OpenedModel:
     notes: tuple[str, ...] = ()
     """Notes for the user, such as on weights that were left out."""
 
+    def without_depths(self) -> OpenedModel:
+        """Return the network that predicts the next token alone, with a note if weights are left out."""
+        if not (names := tensors_of_depths(self.config)):
+            return self
+        kept = {name: name for name in self.source.tensors if name not in names}
+        note = (
+            f"note: {len(self.source.tensors) - len(kept)} tensors of depths that predict further tokens are left out"
+        )
+        config, source = without_depths(self.config), Renamed(self.source, kept)
+        return replace(self, config=config, source=source, notes=(*self.notes, note))
+
     @property
     def dtype(self) -> torch.dtype:
         """Widest dtype of the weights that are not always fp32."""
@@ -81,6 +93,18 @@ def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def kept_in_fp32(model: ModelConfig) -> frozenset[str]:
     """Return the names of the logical tensors that are fp32 in a network whose dtype is narrower."""
     return frozenset(name for name, tensor in tensors_of_training(model).items() if tensor.fp32)
+
+
+def tensors_of_depths(model: ModelConfig) -> set[str]:
+    """Return the names of the tensors of multi-token prediction alone, as in `tensors_of_training`."""
+    if not model.depths:
+        return set()
+    return tensors_of_training(model).keys() - tensors_of_training(without_depths(model)).keys()
+
+
+def in_checkpoint(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names in megalite's checkpoints of tensors as `tensors_of_training` names them."""
+    return (name if name.startswith(STATE) else MODEL + name for name in names)
 
 
 def states_of_training(model: ModelConfig) -> set[str]:

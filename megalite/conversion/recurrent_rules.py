@@ -83,36 +83,65 @@ _KEYS, _VALUES = (
 )
 
 
-def gated_delta(block: str, *projections: Rule) -> tuple[Rule, ...]:
-    """Return the rules for a gated delta net, with these for what projects its input."""
-    parts = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
+_PARTS = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
+
+
+def gated_delta(block: str, *projections: Rule, norm: str = "norm", output: str = "out_proj") -> tuple[Rule, ...]:
+    """Return the rules for a gated delta net, with these for what projects its input, and for its convolution.
+
+    `norm`, `output`: names of the norm of its heads, and of the output layer.
+    """
     heads = "value_heads -> value_heads"
     return (
         *projections,
-        Rule(
-            f"{block}.conv1d.weight",
-            "delta_channels one delta_taps -> delta_channels (one delta_taps)",
-            in_a_row(*((f"gated_delta.conv_{name}", pattern.format(" delta_taps")) for name, pattern in parts)),
-        ),
         *(Rule(f"{block}.{name}", heads, (MappedBox(f"gated_delta.{name}"),)) for name in ("A_log", "dt_bias")),
-        Rule(f"{block}.norm.weight", "value_width -> value_width", (MappedBox("gated_delta.norm.weight"),)),
+        Rule(f"{block}.{norm}.weight", "value_width -> value_width", (MappedBox("gated_delta.norm.weight"),)),
         Rule(
-            f"{block}.out_proj.weight",
+            f"{block}.{output}.weight",
             "hidden (value_heads value_width) -> hidden value_heads value_width",
             (MappedBox("gated_delta.output"),),
         ),
     )
 
 
+def one_convolution(block: str) -> Rule:
+    """Return the rule for a convolution of queries, keys and values in a row."""
+    return Rule(
+        f"{block}.conv1d.weight",
+        "delta_channels one delta_taps -> delta_channels (one delta_taps)",
+        in_a_row(*((f"gated_delta.conv_{name}", pattern.format(" delta_taps")) for name, pattern in _PARTS)),
+    )
+
+
+def matrices_apart(block: str) -> tuple[Rule, ...]:
+    """Return the rules for projections that are all apart (OLMo-Hybrid)."""
+    parts = [(f"{name[0]}_proj", name, pattern) for name, pattern in _PARTS] + [("g_proj", "z", _VALUES)]
+    parts += [(f"{name[0]}_proj", name, "value_heads{0} -> value_heads{0}") for name in ("alpha", "beta")]
+    return tuple(
+        Rule(f"{block}.{file}.weight", pattern.format(" hidden"), (MappedBox(f"gated_delta.{name}"),))
+        for file, name, pattern in parts
+    )
+
+
+def convolutions_apart(block: str) -> tuple[Rule, ...]:
+    """Return the rules for a convolution each of queries, keys and values."""
+    taps = "({0} {1}) one delta_taps -> {0} {1} (one delta_taps)"
+    keys, values = ("key_heads", "key_width"), ("value_heads", "value_width")
+    parts = (("query", keys), ("key", keys), ("value", values))
+    return tuple(
+        Rule(f"{block}.{name[0]}_conv1d.weight", taps.format(*axes), (MappedBox(f"gated_delta.conv_{name}"),))
+        for name, axes in parts
+    )
+
+
 def projections_apart(block: str) -> tuple[Rule, ...]:
     """Return the rules for projections to queries, keys and values in a row, and to the rest apart (Qwen3.5)."""
-    parts = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
     gates = (("in_proj_b", "beta"), ("in_proj_a", "alpha"))
     return (
         Rule(
             f"{block}.in_proj_qkv.weight",
             "delta_channels hidden -> delta_channels hidden",
-            in_a_row(*((f"gated_delta.{name}", pattern.format(" hidden")) for name, pattern in parts)),
+            in_a_row(*((f"gated_delta.{name}", pattern.format(" hidden")) for name, pattern in _PARTS)),
         ),
         Rule(f"{block}.in_proj_z.weight", _VALUES.format(" hidden"), (MappedBox("gated_delta.z"),)),
         *(
@@ -165,6 +194,45 @@ def projections_by_key_head(block: str) -> tuple[Rule, ...]:
             "(key_heads gates_by_key) hidden -> key_heads gates_by_key hidden",
             gates,
         ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ Kimi delta attention
+
+_KIMI_PARTS = ("query", "key", "value")
+_KIMI_TAPS = "(kimi_heads kimi_width) kimi_taps -> kimi_heads kimi_width kimi_taps"
+
+
+def kimi_delta(block: str, decay: str = "") -> tuple[Rule, ...]:
+    """Return the rules for Kimi delta attention without its convolutions. `decay`: prefix of what makes decays."""
+    heads = "(kimi_heads kimi_width) {0} -> kimi_heads kimi_width {0}"
+    first = "kimi_rank hidden -> kimi_rank hidden"
+    matrices = [(f"{part[0]}_proj", part, heads.format("hidden")) for part in _KIMI_PARTS]
+    for letter, part, prefix in (("f", "decay", decay), ("g", "gate", "")):
+        matrices.append((f"{prefix}{letter}_a_proj", f"{part}_a", first))
+        matrices.append((f"{prefix}{letter}_b_proj", f"{part}_b", heads.format("kimi_rank")))
+    matrices.append(("b_proj", "beta", "kimi_heads hidden -> kimi_heads hidden"))
+    matrices.append(("o_proj", "output", "hidden (kimi_heads kimi_width) -> hidden kimi_heads kimi_width"))
+    vectors = (
+        (f"{decay}A_log", "A_log", "1 1 kimi_heads 1 -> kimi_heads"),
+        (f"{decay}dt_bias", "dt_bias", "(kimi_heads kimi_width) -> kimi_heads kimi_width"),
+        ("o_norm.weight", "norm.weight", "kimi_width -> kimi_width"),
+    )
+    named = [*((f"{file}.weight", tensor, pattern) for file, tensor, pattern in matrices), *vectors]
+    return tuple(
+        Rule(f"{block}.{file}", pattern, (MappedBox(f"kimi_delta.{tensor}"),)) for file, tensor, pattern in named
+    )
+
+
+def kimi_convolutions(block: str, *, together: bool = False) -> tuple[Rule, ...]:
+    """Return the rules for its convolutions of queries, keys and values: apart, or in a row."""
+    if together:
+        parts = [(f"kimi_delta.conv_{part}", _KIMI_TAPS) for part in _KIMI_PARTS]
+        rows = "kimi_channels one kimi_taps -> kimi_channels (one kimi_taps)"
+        return (Rule(f"{block}.conv1d.weight", rows, in_a_row(*parts)),)
+    taps = "(kimi_heads kimi_width) one kimi_taps -> kimi_heads kimi_width (one kimi_taps)"
+    return tuple(
+        Rule(f"{block}.{part[0]}_conv1d.weight", taps, (MappedBox(f"kimi_delta.conv_{part}"),)) for part in _KIMI_PARTS
     )
 
 

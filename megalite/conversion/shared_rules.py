@@ -37,26 +37,38 @@ def ends(word: str, final_norm: str, head: str) -> tuple[Rule, ...]:
     return (embedding, *norm(final_norm, "final_norm"), output)
 
 
-def attention(block: str = ATTENTION, *, output: str = "o_proj", norms: str = "norm") -> tuple[Rule, ...]:
+def attention(
+    block: str = ATTENTION, *, output: str = "o_proj", norms: str = "norm", over_heads: bool = False
+) -> tuple[Rule, ...]:
     """Return the rules for the matrices of attention, and for the norms of queries and keys.
 
-    `output`, `norms`: names of the output layer, and of the norms without q_ or k_.
+    `output`, `norms`: names of the output layer, and of the norms without q_ or k_. `over_heads`: these are over all
+    heads together.
     """
     return (
         *linear(f"{block}.q_proj", QUERY, MappedBox("attention.query")),
-        *attention_but_queries(block, output=output, norms=norms),
+        *attention_but_queries(block, output=output, norms=norms, over_heads=over_heads),
     )
 
 
-def attention_but_queries(block: str, *, output: str = "o_proj", norms: str = "norm") -> tuple[Rule, ...]:
+def attention_but_queries(
+    block: str, *, output: str = "o_proj", norms: str = "norm", over_heads: bool = False
+) -> tuple[Rule, ...]:
     """Return these rules without that for the queries."""
     return (
         *linear(f"{block}.k_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 0))),
         *linear(f"{block}.v_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 1))),
         *linear(f"{block}.{output}", ATTENTION_OUTPUT, MappedBox("attention.output")),
-        *norm(f"{block}.q_{norms}", "attention.query_norm", "width"),
-        *norm(f"{block}.k_{norms}", "attention.key_norm", "width"),
+        *_norm_of_heads(f"{block}.q_{norms}", "attention.query_norm", "heads" if over_heads else ""),
+        *_norm_of_heads(f"{block}.k_{norms}", "attention.key_norm", "groups" if over_heads else ""),
     )
+
+
+def _norm_of_heads(file: str, tensor: str, heads: str) -> tuple[Rule, ...]:
+    """Return the rules for a norm of each head or, with the axis of the heads, of all of them together."""
+    if not heads:
+        return norm(file, tensor, "width")
+    return (Rule(f"{file}.weight", f"({heads} width) -> {heads} width", (MappedBox(f"{tensor}.weight"),)),)
 
 
 def gated_mlp(block: str = MLP, names: Sequence[str] = GATE_UP_DOWN) -> tuple[Rule, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ from torch import Tensor
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.tensors import Source
+from megalite.conversion.huggingface import family_of
+from megalite.conversion.huggingface_files import read_config
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -38,7 +41,7 @@ class Agreement:
     transformers: float | None
     """Largest difference between the logits of megalite and of transformers, for the model in a Hugging Face folder.
 
-    None if transformers is not installed, or if neither model is in such a folder.
+    None if transformers is not installed or cannot load it here, or if neither model is in such a folder.
     """
     largest: float
     """Largest absolute logit."""
@@ -54,11 +57,22 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
     ours, theirs = logits(first, tokens), logits(second, tokens)
     judged = next((model for model in (second, first) if model.is_huggingface), None)
     apart = None
-    if judged is not None and judged.folder is not None and find_spec("transformers") is not None:
+    if judged is not None and judged.folder is not None and _can_judge(judged.folder):
         with torch.no_grad():
             judgement = load_with_transformers(judged.folder)(input_ids=tokens).logits
         apart = _distance(theirs if judged is second else ours, judgement)
     return Agreement(len(names), different, _distance(ours, theirs), apart, ours.abs().max().item())
+
+
+def _can_judge(folder: Path) -> bool:
+    """Tell if transformers is there, knows a folder's kind of model, and needs no kernels of a GPU for its weights."""
+    if find_spec("transformers") is None:
+        return False
+    from transformers import CONFIG_MAPPING
+
+    config = read_config(folder)
+    in_fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    return config.get("model_type") in CONFIG_MAPPING and not in_fp8
 
 
 def _tokens(model: OpenedModel) -> Tensor:
@@ -100,12 +114,19 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights."""
+    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights.
+
+    It leaves out layers that predict further tokens, but knows their names only in models of published sizes.
+    """
     import transformers
+
+    config = read_config(folder)
+    further = family_of(folder, config).of_prediction_layers(config) or ""
 
     transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM  # Any, because its annotations omit the second result
     model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not re.fullmatch(further, name)}
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
         raise CheckpointError(f"transformers does not take all of {folder}: {wrong}")

@@ -10,9 +10,10 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
+from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, in_checkpoint, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network, make_network
@@ -37,6 +38,8 @@ class TrainedModel:
     """Tokens before which its texts end, as far as its files name them."""
     opened: OpenedModel | None = None
     """Source of the weights of a Hugging Face folder."""
+    left_out: frozenset[str] = frozenset()
+    """Names of tensors of the checkpoint that are not loaded: those that only predict further tokens."""
 
 
 def open_model(load: str | AnyPath) -> TrainedModel:
@@ -46,7 +49,7 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
-        opened = open_huggingface(Path(str(directory)))
+        opened = open_huggingface(Path(str(directory)), depths=False)
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)
@@ -54,7 +57,10 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     config = checkpoint.read_config(path)
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
-    return TrainedModel(path, checkpoint.model_config(path, config), dtype, data, data.seq_length, data.eos_token_ids)
+    model = checkpoint.model_config(path, config)
+    left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
+    length, ends = data.seq_length, data.eos_token_ids
+    return TrainedModel(path, without_depths(model), dtype, data, length, ends, left_out=left_out)
 
 
 def load_for_generation(
@@ -80,7 +86,7 @@ def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
     if model.opened is not None:
         checkpoint.load_weights(model.opened.source, model.opened.what, network.stage, None, mesh)
     else:
-        checkpoint.load(model.path, network.stage, None, mesh)
+        checkpoint.load(model.path, network.stage, None, mesh, optional=model.left_out)
     return network
 
 

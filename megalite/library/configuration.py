@@ -14,9 +14,11 @@ from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import with_stages_of_pattern
+from megalite.config.prediction import with_depths_of_pattern
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
-from megalite.config.validate import least_micro_batches, validate, validate_task
+from megalite.config.validate import validate, validate_task
+from megalite.config.validate_division import least_micro_batches
 from megalite.config.validate_synchronization import with_sites
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
@@ -139,7 +141,7 @@ def configured(
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     config = _with_settings(config, settings, own)
     if isinstance(config, RunConfig):
-        model, parallel = with_stages_of_pattern(config.model, config.parallel)
+        model, parallel = with_stages_of_pattern(with_depths_of_pattern(config.model), config.parallel)
         config = replace(config, model=model, parallel=parallel)
     training = config.training
     samples = training.micro_batch_size * least_micro_batches(config.parallel, world_size)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megalite.config.layer_costs import LAYER_COSTS, LayerCost
-from megalite.config.layer_specs import LETTERS, LayerSpec, is_free
+from megalite.config.kinds.kind import Kind
+from megalite.config.kinds.table import KINDS
+from megalite.config.layer_specs import LETTERS, LayerSpec, Letter, is_free
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.model.batch import LayerContext
@@ -43,7 +44,7 @@ def register_layer(
             norm, and a `LayerContext`, and returns as many, which are added to the residual.
         weights: number of elements of its matrices.
         products: number of products of a forward for one token; the second argument is the number of keys that a token
-            attends to (`LayerCost`).
+            attends to (`Kind`).
         knows_context: True if the layer sees no other token than its own, or does what `LayerContext` asks for: it cuts
             at `first_keys`, has only the tokens of `layout`, and keeps a `cache`. Otherwise documents in a sample,
             context parallelism and generation are refused.
@@ -59,12 +60,13 @@ def register_layer(
         return layer
 
     kind = mixer_kind(name, make_layer)
-    again = LETTERS.get(letter) == LayerSpec(name, None) and SITES.get(kind.site, 0) >= _SITES_OF_PROGRAMS
+    record = Letter(LayerSpec(name, None), name)
+    again = LETTERS.get(letter) == record and SITES.get(kind.site, 0) >= _SITES_OF_PROGRAMS
     if not (again or is_free(letter)):
         raise ConfigurationError(f"register_layer({letter!r}, ...): give a letter from a to z or A to Z that is free")
     if not (again or (name.isidentifier() and name not in {*LAYER_KINDS, "mlp"})):
         raise ConfigurationError(f"register_layer({letter!r}, {name!r}, ...): give another word as the kind's name")
-    LETTERS[letter], LAYER_KINDS[name], LAYER_COSTS[name] = LayerSpec(name, None), kind, LayerCost(weights, products)
+    LETTERS[letter], LAYER_KINDS[name], KINDS[name] = record, kind, Kind(weights, products)
     # By its name, not by its turn: the same layer drops the same elements in every program.
     SITES[kind.site] = _SITES_OF_PROGRAMS + zlib.crc32(name.encode())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +15,12 @@ from megalite.model.cache import KeyValueCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.heads_norm import HeadsNorm
 from megalite.model.norm import LayerNorm
-from megalite.parallel.context import AXES, AttentionWay, ParallelContext
+from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
-from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
+from megalite.parallel.sharding import Constant, LogicalTensor, Normal, Sharding
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated
 from megalite_kernels.rotary import rotary_embedding
@@ -88,13 +87,10 @@ def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple
     return runs
 
 
-def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[int, ...]]) -> Sharding:
+def _key_value(context: ParallelContext, tensor: LogicalTensor, run: tuple[int, int, tuple[int, ...]]) -> Sharding:
     first, count, sharers = run
-    box = Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
-    rows = math.prod(box.size[:3])
-    copies = tuple(group.ranks[rank] for rank in sharers)
-    piece = Piece(tensor, box, 0, rows, tuple((0, axis) for axis in AXES["heads"]))
-    return Sharding((rows, *tensor.shape[3:]), (piece,), copies, grad_is_partial=len(copies) > 1)
+    ranks = tuple(context.group("heads").ranks[rank] for rank in sharers)
+    return context.shared(tensor, range(first, first + count), ranks, columns=max(len(tensor.shape) - 3, 0))
 
 
 def _query_key_value(
@@ -108,8 +104,8 @@ def _query_key_value(
     group = context.group("heads")
     runs = key_value_runs(sizes.heads, sizes.groups, group.size, group.rank)
     own = [context.split(tensor, {0: "heads"}, columns=len(tensor.shape) - 2) for tensor in of_heads]
-    fused = stacked([*own, *(_key_value(group, key_value, run) for run in runs if len(run[2]) == 1)])
-    return [fused, *(_key_value(group, key_value, run) for run in runs if len(run[2]) > 1)]
+    fused = stacked([*own, *(_key_value(context, key_value, run) for run in runs if len(run[2]) == 1)])
+    return [fused, *(_key_value(context, key_value, run) for run in runs if len(run[2]) > 1)]
 
 
 def _heads_norm(
@@ -126,7 +122,7 @@ def _heads_norm(
     return HeadsNorm(
         context,
         context.split(of_queries, {0: "heads"}, columns=0),
-        [_key_value(group, of_keys, run) for run in runs],
+        [_key_value(context, of_keys, run) for run in runs],
         [len(sharers) for _, count, sharers in runs for _ in range(count)],
         (sizes.heads * sizes.width, sizes.groups * sizes.width),
         epsilon=epsilon,

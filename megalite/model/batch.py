@@ -37,6 +37,26 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class FurtherTokens:
+    """Inputs and labels of the depths of multi-token prediction, cut from whole samples as those of the network.
+
+    Attributes:
+        tokens: [depths, batch, sequence] int64: at depth d, from 1 on, the token d places behind each.
+        labels: [depths, batch, sequence] int64: the token after that one.
+        loss_mask: [depths, batch, sequence], the weight of each token's loss.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+
+    def with_first(self, labels: Tensor, loss_mask: Tensor) -> FurtherTokens:
+        """Return the same with the network's labels and loss mask, [batch, sequence], before those of the depths."""
+        every = torch.cat([labels[None], self.labels]), torch.cat([loss_mask[None], self.loss_mask])
+        return FurtherTokens(self.tokens, *every)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one forward pass, with the position of each token. Modules never derive it from a local index.
 
@@ -57,6 +77,7 @@ class MicroBatch:
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
             among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
         token_loss: the loss, given `labels`; None for the sum of the token losses times `loss_mask`.
+        further: inputs and labels of the network's depths; None: they do not run.
     """
 
     tokens: Tensor
@@ -71,6 +92,7 @@ class MicroBatch:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
+    further: FurtherTokens | None = None
 
     @property
     def sample_ids(self) -> Sequence[int]:

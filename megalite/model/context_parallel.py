@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,27 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
 from megalite.parallel.transfer import exchange_rows_async
-from megalite_kernels.attention import Kept, Mask, draw_kept
+from megalite_kernels.attention import Kept, Mask, draw_kept, same_width
 from megalite_kernels.attention_parts import attend, part_gradients
 from megalite_kernels.attention_sink import sink_gradient, with_sink
 from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.products import rounded
+
+
+class Expansion(Protocol):
+    """Maker of keys and values of latents, which travel in their place."""
+
+    weight: Tensor
+    """The weight by which it does so."""
+
+    def keys_and_values(self, block: Tensor) -> Tensor:
+        """Return [2, batch, heads, tokens, width] from a block of latents [1, batch, 1, tokens, latent width]."""
+
+    def gradient(self, block: Tensor, of_keys_and_values: Tensor) -> Tensor:
+        """Return the gradient of a block, in fp32 or wider, and keep that of the weight."""
+
+    def of_weight(self) -> Tensor | None:
+        """Hand the gradient of the weight over, of all blocks, or return it if the weight has no buffer."""
 
 
 class _Calls(NamedTuple):
@@ -41,6 +57,7 @@ class _Calls(NamedTuple):
         groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
         length: number of tokens of the sample.
+        expansion: makes keys and values of what travels in their place; None: they travel themselves.
     """
 
     rounds: Sequence[MaskedRound]
@@ -50,6 +67,7 @@ class _Calls(NamedTuple):
     cap: float | None
     dropout: DropoutMask | None
     length: int
+    expansion: Expansion | None = None
 
     def draw(self, query: Tensor) -> Tensor | None:
         """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
@@ -63,6 +81,10 @@ class _Calls(NamedTuple):
             kept = Kept(drawn[:, :, part.queries][..., places].to(device), self.dropout.scale)
         return {"scale": self.scale, "cap": self.cap, "kept": kept}
 
+    def made(self, block: Tensor) -> Tensor:
+        """Return the keys and values of a block that has arrived."""
+        return block if self.expansion is None else self.expansion.keys_and_values(block)
+
     def keys_of(self, block: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return keys and values of a part, [batch, groups or heads, keys, width] each."""
         found = block[:, :, :, part.keys]
@@ -72,7 +94,9 @@ class _Calls(NamedTuple):
 
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key_value: Tensor, sink: Tensor | None, calls: _Calls) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, travelling: Tensor, weight: Tensor | None, sink: Tensor | None, calls: _Calls
+    ) -> Tensor:
         """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
@@ -80,8 +104,9 @@ class _AttentionByParts(torch.autograd.Function):
         output = torch.zeros(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
         lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
-        prepared, drawn = calls.exchange.prepare(key_value), calls.draw(query)
+        prepared, drawn = calls.exchange.prepare(travelling), calls.draw(query)
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+            block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
                 options = calls.options(keys, part, drawn, query.device)
@@ -104,8 +129,9 @@ class _AttentionByParts(torch.autograd.Function):
         (query, prepared, output, lse, sink), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
-        drawn = calls.draw(query)
+        drawn, expansion = calls.draw(query), calls.expansion
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+            arrived, block = block, calls.made(block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -125,9 +151,10 @@ class _AttentionByParts(torch.autograd.Function):
                         place += of_keys
                     else:
                         place.index_add_(1, calls.groups, of_keys.to(place.dtype))
-            total.add(of_block)
+            total.add(of_block if expansion is None else expansion.gradient(arrived, of_block))
         of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
-        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_sink, None
+        of_weight = None if expansion is None else expansion.of_weight()
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None
 
 
 def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
@@ -190,14 +217,27 @@ class ContextParallelCore:
         self,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | Expansion,
         mask: Mask | SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention, as `LocalCore.__call__` does. `mask`: a `SampleMask`."""
+        """Compute attention, as `LocalCore.__call__` does.
+
+        Args:
+            key: keys, or latents [tokens, batch, latent width] of which each rank makes keys and values.
+            value: values, or what makes them; the latter only where no heads are exchanged.
+            mask: a `SampleMask`.
+        """
         assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
+        if not isinstance(value, Tensor):
+            travelling = key.transpose(0, 1)[None, :, None]
+            return self._by_parts(query, travelling, mask, layout, random, expansion=value)
+        if query.shape[-1] != (width := value.shape[-1]):  # keys and values travel in one tensor
+            query, key, value = same_width(query, key, value)
+            output = self(query, key, value, mask, layout, random, sink)
+            return output.unflatten(-1, (-1, query.shape[-1]))[..., :width].flatten(2)
         size = self.head_exchange.size
         if size == 1:
             return self._attend(query, key, value, mask, layout, random, sink)
@@ -218,10 +258,23 @@ class ContextParallelCore:
         sink: Tensor | None,
     ) -> Tensor:
         """Compute attention over the other ranks' keys, by parts where the mask and the device allow it."""
-        inner = self.inner
         if self.others.size == 1:
-            return inner(query, key, value, mask.of_whole, layout, random, sink)
-        dropout = None
+            return self.inner(query, key, value, mask.of_whole, layout, random, sink)
+        key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
+        return self._by_parts(query, key_value, mask, layout, random, sink)
+
+    def _by_parts(
+        self,
+        query: Tensor,
+        travelling: Tensor,
+        mask: SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+        sink: Tensor | None = None,
+        expansion: Expansion | None = None,
+    ) -> Tensor:
+        """Compute attention to what travels [2 or 1, batch, groups or 1, tokens, width] as it arrives."""
+        inner, dropout = self.inner, None
         if random is not None and inner.dropout > 0.0:
             dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
         calls = _Calls(
@@ -232,9 +285,10 @@ class ContextParallelCore:
             inner.cap,
             dropout,
             layout.length,
+            expansion,
         )
-        key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
-        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, sink, calls)
+        weight = None if expansion is None else expansion.weight
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _exchange_heads(

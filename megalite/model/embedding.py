@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.randomness import RandomKey, Site, dropout
@@ -24,6 +25,13 @@ def token_table(context: ParallelContext, name: str, shape: tuple[int, int], pad
     return context.split(table, {0: "vocabulary"}, padded=padded)
 
 
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return the factor of word embeddings in a network whose weights have this dtype."""
+    # The root is rounded to the dtype of the weights, as in Hugging Face's Gemma.
+    root = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item() if config.scale_embeddings else 1.0
+    return root * config.embedding_multiplier
+
+
 class Embedding(nn.Module):
     """Sum of word embeddings and, if there are any, learned position embeddings."""
 
@@ -35,8 +43,7 @@ class Embedding(nn.Module):
         *,
         positions: int | None,
         std: float,
-        scaled: bool,
-        multiplier: float,
+        scale: float,
         dropout: float,
     ) -> None:
         """Make the layer.
@@ -45,8 +52,7 @@ class Embedding(nn.Module):
             word: the placement of the word embedding.
             positions: number of learned positions; None for no such table.
             std: standard deviation of the initial values of positions.
-            scaled: multiply word embeddings by the root of `hidden`.
-            multiplier: a further factor of them.
+            scale: factor of word embeddings.
         """
         super().__init__()
         self.word = VocabParallelEmbedding(context, word)
@@ -54,10 +60,7 @@ class Embedding(nn.Module):
         if positions is not None:
             position = LogicalTensor("embedding.position", (positions, hidden), Normal(std), True)
             self.position = context.parameter(context.replicated(position))
-        # The root is rounded to the dtype of the weights, as in Hugging Face's Gemma.
-        root = torch.tensor(math.sqrt(hidden), dtype=context.dtype).item() if scaled else 1.0
-        self.scale = root * multiplier
-        self.dropout = dropout
+        self.scale, self.dropout = scale, dropout
         self.shard = context.shard
         self.site = Site(0, "embedding")
 

@@ -106,7 +106,7 @@ class GatedDelta(nn.Module):
             value_width=config.linear_value_head_dim,
             std=config.init_method_std,
             output_std=config.output_init_std,
-            epsilon=config.norm_epsilon,
+            epsilon=config.norm_epsilon if config.linear_norm_epsilon is None else config.linear_norm_epsilon,
             taps=config.linear_conv_kernel_dim,
             strength=2.0 if config.linear_allow_neg_eigval else 1.0,
             chunk=config.linear_chunk_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack, cast
 
@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import Block
+from megalite.model.block import Block, run_layers
 from megalite.model.cache import StageCache
-from megalite.model.embedding import Embedding, token_table
+from megalite.model.embedding import Embedding, embedding_scale, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
 from megalite.model.layer_kinds import LAYER_KINDS, make_norm
+from megalite.model.prediction import Depth, Prediction, further_terms
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
@@ -87,17 +88,27 @@ class GPT(StageModule):
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.mixer == "attention"))
-        self.head = None
+        layers += config.depth_layers if stage_layers.loss else ()
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.attends))
+        self.head = self.prediction = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
+            chunk, use = int(self.embedding is None and own is not None), 0
+            if config.depths:
+                if self.embedding is not None and own is not None:  # the depths look up what the embedding does
+                    own.sharding = replace(own.sharding, uses=(Use(times=2),))
+                elif own is not None:
+                    own.sharding, use = replace(own.sharding, uses=(Use(), Use(chunk=chunk))), 1
+                self.prediction = Prediction(config, context, word if own is None else own, use, self.recompute)
+                own = self.prediction.embedding.word.weight
             if own is not None and not config.untie_embeddings_and_output_weights:
-                own.sharding = replace(own.sharding, uses=(Use(late_sum=True), Use(chunk=int(self.embedding is None))))
-            weight = own if own is not None else word
+                lookups = [replace(each, late_sum=True) for each in own.sharding.uses]
+                own.sharding = replace(own.sharding, uses=(*lookups, Use(chunk=chunk)))
+            weight, use = (word, 0) if own is None else (own, len(own.sharding.uses) - 1)
             if config.untie_embeddings_and_output_weights:
-                weight = token_table(context, "output", shape, padded, config.init_method_std)
+                weight, use = token_table(context, "output", shape, padded, config.init_method_std), 0
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
-            output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig())
+            output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig(), use)
             self.head = Head(norm, output, 1.0 / config.logits_scaling)
 
     def _make_embedding(self, word: Sharding) -> Embedding:
@@ -111,41 +122,59 @@ class GPT(StageModule):
             config.hidden_size,
             positions=config.learned_positions,
             std=config.init_method_std,
-            scaled=config.scale_embeddings,
-            multiplier=config.embedding_multiplier,
+            scale=embedding_scale(config, self.dtype),
             dropout=config.hidden_dropout,
         )
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules that forward runs in order. Together they own all parameters."""
-        return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
+        ends: tuple[nn.Module | None, ...] = (self.head,)
+        if self.head is not None and (depths := self.prediction) is not None:
+            ends = self.head.norm, depths.embedding, *depths.depths, self.head.output
+        return [block for block in (self.embedding, *self.layers, *ends) if block is not None]
+
+    def numbered_layers(self) -> list[tuple[int, Block]]:
+        """Return the layers of the stage and of its depths, with their numbers among all those of the network."""
+        depths = () if self.prediction is None else self.prediction.depths
+        further = [layer for depth in cast(Iterable[Depth], depths) for layer in depth.layers]
+        layers = [*enumerate(self.layers, self.stage_layers.first_layer), *enumerate(further, self.config.num_layers)]
+        return cast(list[tuple[int, Block]], layers)
 
     def parts(self) -> list[tuple[str, nn.Module]]:
         first = self.stage_layers.first_layer
         found = [] if self.embedding is None else [("the embedding", cast(nn.Module, self.embedding))]
         found += [(f"layer {index}", layer) for index, layer in enumerate(self.layers, first)]
         if self.head is not None:
-            found += [("the final norm", self.head.norm), ("the output layer and its loss", self.head.output)]
+            found.append(("the final norm", self.head.norm))
+            if self.prediction is not None:
+                found.append(("the embedding of the depths", self.prediction.embedding))
+                found += [(f"depth {number}", depth) for number, depth in enumerate(self.prediction.depths, start=1)]
+            found.append(("the output layer and its loss", self.head.output))
         return found
 
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the full network. Each stage returns the sums of some of them."""
-        kinds = dict.fromkeys(LAYER_KINDS[kind] for layer in self.config.layers for kind in layer.kinds)
-        return (*self.main_terms, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
+        kinds = dict.fromkeys(LAYER_KINDS[kind] for layer in self.config.all_layers for kind in layer.kinds)
+        of_layers = (term for kind in kinds for term in kind.loss_terms(self.config, self.context))
+        return (*self.main_terms, *further_terms(self.config), *of_layers)
 
     def inside(self, *, backward: bool) -> list[Inside]:
         """List the layers' `inside` collectives in the order of forward or of backward.
 
         In backward, the collectives of a recomputed layer run twice: in its recomputed forward and in its backward.
         """
+        passes = [] if self.prediction is None else self.prediction.passes()
         if not backward:
-            return inside_forward(self.layers)
-        found, spans = [], self.recompute.spans(len(self.layers))
-        if self.recompute.moe:  # each of these layers alone, and no other has such collectives
-            spans = [(layer, layer + 1, True) for layer in range(len(self.layers))]
-        for start, stop, recomputed in reversed(spans):
-            those = inside_forward(list(self.layers)[start:stop])
+            return inside_forward([*self.layers, *passes])
+        found, spans = list[Inside](), self.recompute.spans(len(self.layers))
+        runs = [(list(self.layers)[start:stop], recomputed) for start, stop, recomputed in spans]
+        runs += [([depth], self.recompute.method is not None) for depth in passes]
+        if self.recompute.moe:  # each layer with experts alone, and no other has such collectives
+            layers = [*self.layers, *(layer for depth in passes for layer in depth.layers)]
+            runs = [([layer], True) for layer in layers]
+        for modules, recomputed in reversed(runs):
+            those = inside_forward(modules)
             in_backward = [each for each in reversed(those) for _ in range(each.backward)]
             found += [*(those if recomputed else ()), *in_backward]
         return found
@@ -157,7 +186,8 @@ class GPT(StageModule):
         sums of the micro-batch's own loss. Without labels, it returns logits [sequence, batch, padded vocabulary /
         tensor-parallel size].
         """
-        hidden, terms = self.hidden_states(inputs.get(HIDDEN_STATES), micro_batch)
+        context = self._context(micro_batch, None)
+        hidden, terms = self._run_stage(inputs.get(HIDDEN_STATES), micro_batch, context)
         if self.head is None:
             return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
@@ -166,30 +196,40 @@ class GPT(StageModule):
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
+        if self.prediction is not None and (further := micro_batch.further) is not None:
+            every = further.with_first(labels, mask)
+            found = self.prediction.terms(self.head, hidden, every, context, self.recomputed)
+            return StageOutput({}, add_sums(terms, found))
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: StageCache | None = None
     ) -> tuple[Tensor, TermSums]:
         """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
+        return self._run_stage(hidden, micro_batch, self._context(micro_batch, cache))
+
+    def _run_stage(
+        self, hidden: Tensor | None, micro_batch: MicroBatch, context: LayerContext
+    ) -> tuple[Tensor, TermSums]:
+        """Run the embedding, if there is one, and the layers."""
         if (parts := len(micro_batch.layout.of_ranks)) != self.mesh.size("cp"):
             raise ValueError(
                 f"the samples of a micro-batch are cut for {parts} ranks, and the network has {self.mesh.size('cp')} "
                 "context-parallel ranks"
             )
-        if parts > 1 and cache is not None:
+        if parts > 1 and context.cache is not None:
             raise ValueError("a cache of keys and values needs whole samples, and context parallelism cuts them")
         if self.embedding is not None:
             rows = micro_batch.layout.part(*self.shard)
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key, rows)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
-        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
+        return self._run_layers(hidden, context)
 
     def _context(self, micro_batch: MicroBatch, cache: StageCache | None) -> LayerContext:
         """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
-        if self.config.rotary:
+        if self.config.rotary and (len(self.layers) or self.prediction is not None):
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
             base = self.config.window_rotary_base
             if base is not None and any(window is not None for window in self.windows):
@@ -250,7 +290,7 @@ class GPT(StageModule):
         return mask
 
     def _goes_in_blocks(self, device: torch.device, run: int) -> bool:
-        return goes_in_blocks(device, self.dtype, run, self.config.head_dim, self._attention_dropout)
+        return goes_in_blocks(device, self.dtype, run, self.config.score_width, self._attention_dropout)
 
     @property
     def _attention_dropout(self) -> float:
@@ -261,19 +301,11 @@ class GPT(StageModule):
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
-                hidden, own = self.recomputed(_run, layers, hidden, context)
+                hidden, own = self.recomputed(run_layers, layers, hidden, context)
             else:
-                hidden, own = _run(layers, hidden, context)
+                hidden, own = run_layers(layers, hidden, context)
             terms = add_sums(terms, own)
         return hidden, terms
-
-
-def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
-    branch, terms = None, NO_SUMS
-    for layer in layers:
-        hidden, branch, own = layer(hidden, branch, context)
-        terms = add_sums(terms, own)
-    return hidden if branch is None else hidden + branch, terms
 
 
 def messages(
@@ -307,9 +339,10 @@ def make_chunks(
 ) -> list[GPT]:
     """Make the stages of one rank.
 
-    `tied_ranks`: the ranks that have the first or the last stage, which share the weight if it is tied.
+    `tied_ranks`: the ranks that have the first or the last stage, which share the weight if it is tied or the last
+    stage has depths.
     """
-    tied_ranks = (mesh.rank,) if config.untie_embeddings_and_output_weights else tied_ranks
+    tied_ranks = tied_ranks if config.shares_embedding else (mesh.rank,)
     chunks: list[GPT] = []
     tied: Parameter | None = None
     for stage_layers in parts:

@@ -49,20 +49,33 @@ class OutputLayer(ColumnParallelLinear):
         vocab_size: int,
         soft_cap: float | None,
         loss: LossConfig,
+        use: int = 0,
     ) -> None:
-        """`weight`: the placement of a new weight, or the word embedding's parameter if it is tied."""
-        super().__init__(context, "vocabulary", [weight], use=1 if isinstance(weight, Parameter) else 0)
+        """Make the layer.
+
+        Args:
+            weight: the placement of a new weight, or the word embedding's parameter if it is tied.
+            use: the number of this use of it.
+        """
+        super().__init__(context, "vocabulary", [weight], use=use)
         self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, LossOptions(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
     def forward(
-        self, input: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        *,
+        plain: bool = False,
+        entropies: bool = False,
+        frozen: bool = False,
     ) -> Tensor:
         """Compute logits [sequence, batch, columns], or with labels [sequence, batch] losses of their shape.
 
         The input is [sequence (/ size under sequence parallelism), batch, hidden]. In evaluation, losses are the plain
         cross entropy, without label smoothing and z-loss. If `plain`, they are so in training, too, and the result is
-        [1, sequence, batch], or [2, sequence, batch] with the predictions' entropies.
+        [1, sequence, batch], or [2, sequence, batch] with the predictions' entropies. If `frozen`, the losses do not
+        train the weight.
         """
         if labels is None:
             logits = super().forward(input)
@@ -77,12 +90,14 @@ class OutputLayer(ColumnParallelLinear):
                 capped = soft_cap(capped, options.soft_cap)
             losses = vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options)
             return torch.stack([losses, vocab_parallel_entropy(capped, self.group, self.vocab_size)])
-        return self._losses(input, labels, options)
+        return self._losses(input, labels, options, frozen)
 
-    def _losses(self, input: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+    def _losses(self, input: Tensor, labels: Tensor, options: LossOptions, frozen: bool = False) -> Tensor:
         if not self.fused:
-            return vocab_parallel_cross_entropy(super().forward(input), labels, self.group, self.vocab_size, options)
+            logits = super().forward(input, frozen=frozen)
+            return vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options)
         weight, group, split = self.weights[0], self.group, self.sequence_parallel
+        weight = weight.frozen_alias() if frozen else weight
         return linear_cross_entropy(
             input, weight, labels, group, self.vocab_size, options, sequence_parallel=split, use=self.use
         )
@@ -100,8 +115,11 @@ class Head(nn.Module):
         self, hidden: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
     ) -> Tensor:
         """Apply the norm and the output layer to the hidden states that leave the last layer of the network."""
-        normed = self.norm(hidden)
+        return self.of_normed(self.norm(hidden), labels, plain=plain, entropies=entropies)
+
+    def of_normed(self, normed: Tensor, labels: Tensor | None = None, **options: bool) -> Tensor:
+        """Apply the output layer to hidden states behind a final norm. `options`: those of its forward."""
         if self.multiplier != 1.0:
             normed = normed * self.multiplier
-        found: Tensor = self.output(normed, labels, plain=plain, entropies=entropies)
+        found: Tensor = self.output(normed, labels, **options)
         return found

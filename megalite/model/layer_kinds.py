@@ -1,6 +1,6 @@
 """Kinds of layers: for each mixer and each feed-forward layer, what makes it and which loss terms it returns.
 
-Their letters are in `megalite/config/layer_specs.py`, and their costs in `megalite/config/layer_costs.py`.
+Their letters are in `megalite/config/layer_specs.py`, and their costs and rules in `megalite/config/kinds/`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
 from megalite.model.gated_delta import GatedDelta
 from megalite.model.kimi_delta import KimiDelta
+from megalite.model.latent_attention import LatentAttention, LatentSizes
 from megalite.model.mamba import Mamba
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
+from megalite.model.rotary import growth_of_scores
 from megalite.model.router import Router
 from megalite.model.short_convolution import ShortConvolution
 from megalite.parallel.context import ParallelContext
@@ -75,7 +77,7 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
 
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
     """Make the attention of a layer from the network's configuration."""
-    number, _ = config.numbers[layer]
+    (number, _), (name, _) = config.numbers[layer], config.names[layer]
     assert number is not None
     scalar = config.query_pre_attn_scalar
     sizes = AttentionSizes(
@@ -87,12 +89,12 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         output_std=config.output_init_std,
         bias=config.add_bias_linear or config.add_qkv_bias,
         output_bias=config.add_bias_linear,
-        window=config.layers[layer].keys_before,
+        window=config.all_layers[layer].keys_before,
         scale=None if scalar is None else 1.0 / math.sqrt(scalar),
         cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout,
         rotary_interleaved=config.rotary_interleaved,
-        rotary=config.layers[layer].rotary,
+        rotary=config.all_layers[layer].rotary,
         output_gate=config.attention_output_gate,
         softmax_type=config.softmax_type,
     )
@@ -101,10 +103,45 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
     norm = functools.partial(make_norm(config), decays=decays) if config.qk_layernorm else None
     return Attention(
         context,
-        f"layers.{number}.attention",
+        f"{name}.attention",
         sizes,
         norm=None if over_heads else norm,
         norm_over_heads=(config.norm_epsilon, config.apply_layernorm_1p) if over_heads else None,
+        layer=number,
+        way=context.attention_ways[layer % len(context.attention_ways)],
+        recompute=recompute.attention,
+    )
+
+
+def make_latent_attention(
+    config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute
+) -> LatentAttention:
+    """Make the latent attention of a layer from the network's configuration."""
+    (number, _), (name, _) = config.numbers[layer], config.names[layer]
+    assert number is not None
+    sizes = LatentSizes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        query_rank=config.q_lora_rank,
+        rank=config.kv_lora_rank,
+        key_width=config.qk_head_dim,
+        rotated=config.qk_pos_emb_head_dim,
+        value_width=config.v_head_dim,
+        scale=growth_of_scores(config) / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim),
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        output_bias=config.add_bias_linear,
+        cap=config.attn_logit_softcapping,
+        dropout=config.attention_dropout,
+        output_gate=config.attention_output_gate,
+    )
+    epsilon = config.norm_epsilon if config.latent_norm_epsilon is None else config.latent_norm_epsilon
+    norm = functools.partial(make_norm(config), eps=epsilon, decays=config.apply_wd_to_qk_layernorm)
+    return LatentAttention(
+        context,
+        f"{name}.latent_attention",
+        sizes,
+        norm=norm if config.qk_layernorm else None,
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
@@ -120,7 +157,7 @@ def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
 
 
 def make_mlp(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MLP:
-    return MLP(context, f"layers.{config.numbers[layer][1]}.mlp", feed_forward_sizes(config, config.ffn_size))
+    return MLP(context, f"{config.names[layer][1]}.mlp", feed_forward_sizes(config, config.ffn_size))
 
 
 def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute | None = None) -> MoE:
@@ -128,7 +165,7 @@ def make_moe(config: ModelConfig, context: ParallelContext, layer: int, recomput
     shared = config.moe_shared_expert_intermediate_size
     experts = MoE(
         context,
-        f"layers.{config.numbers[layer][1]}.moe",
+        f"{config.names[layer][1]}.moe",
         Router(config, context, layer),
         feed_forward_sizes(config, config.expert_ffn_size),
         shared=None if shared is None else feed_forward_sizes(config, shared),
@@ -154,13 +191,16 @@ def mixer_kind(name: str, make: Callable[[ModelConfig, ParallelContext, str, Rec
     """
 
     def make_layer(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> nn.Module:
-        return make(config, context, f"layers.{config.numbers[layer][0]}.{name}", recompute)
+        return make(config, context, f"{config.names[layer][0]}.{name}", recompute)
 
     return LayerKind(make_layer, f"{name}_norm", f"{name}_output_norm", f"{name.replace('_', ' ')} output")
 
 
 LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
+    "latent_attention": LayerKind(
+        make_latent_attention, "latent_attention_norm", "latent_attention_output_norm", "latent attention output"
+    ),
     "mamba": mixer_kind("mamba", Mamba.of),
     "gated_delta": mixer_kind("gated_delta", GatedDelta.of),
     "kimi_delta": mixer_kind("kimi_delta", KimiDelta.of),

@@ -74,7 +74,7 @@ class Mamba(nn.Module):
         self.heads, self.groups = heads // ranks, max(groups // ranks, 1)
 
         def projection(part: str, count: int, each: int) -> LogicalTensor:
-            matrix = "heads width hidden -> 1 (heads width) hidden"
+            matrix = "count each hidden -> 1 (count each) hidden"
             return LogicalTensor(f"{name}.{part}", (count, each, hidden), Normal(sizes.std), True, matrix)
 
         step = LogicalTensor(f"{name}.dt", (heads, hidden), Normal(sizes.std), True, "heads hidden -> 1 heads hidden")

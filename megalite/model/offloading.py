@@ -10,8 +10,9 @@ from torch import nn
 
 from megalite.config.offload import MODULES_OF_EXPERTS, OffloadConfig, OffloadModule
 from megalite.model.attention import Attention
-from megalite.model.block import Block
+from megalite.model.block import Block, run_layers
 from megalite.model.gpt import GPT
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import Experts, MoE
 from megalite.model.recurrent import RecurrentCore
 from megalite.offload.activations import ActivationOffload, around, within_module
@@ -93,12 +94,13 @@ def _around_recomputation(offload: ActivationOffload, number: int, chunk: GPT, c
     """Return what runs layers and offloads their input, if the first of them is among the chosen ones."""
     run, index_of = chunk.recomputed, {id(layer): index for index, layer in enumerate(chunk.layers)}
 
-    def recomputed(function: Any, layers: Sequence[nn.Module], *arguments: Any) -> Any:
-        index = index_of[id(layers[0])]
-        if index not in chosen:
-            return run(function, layers, *arguments)
-        with offload.around_layer(number, index, arguments, everything=True):
-            return run(function, layers, *arguments)
+    def recomputed(function: Any, *arguments: Any) -> Any:
+        # Depths of multi-token prediction are recomputed, too, and are none of the chunk's layers.
+        index = index_of[id(arguments[0][0])] if function is run_layers else None
+        if index is None or index not in chosen:
+            return run(function, *arguments)
+        with offload.around_layer(number, index, arguments[1:], everything=True):
+            return run(function, *arguments)
 
     return recomputed
 
@@ -126,8 +128,9 @@ def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
     """Return the modules of a layer that may offload what they save. Recurrent layers have the parts of attention."""
     found: dict[OffloadModule, nn.Module | None] = {"attn_norm": block.input_norm, "mlp_norm": block.mlp_norm}
     mixer: Any = block.attention
-    if isinstance(mixer, Attention):
-        found |= {"qkv_linear": mixer.query_key_value, "core_attn": mixer, "attn_proj": mixer.output}
+    if isinstance(mixer, Attention | LatentAttention):
+        first = mixer.query_key_value if isinstance(mixer, Attention) else mixer.down
+        found |= {"qkv_linear": first, "core_attn": mixer, "attn_proj": mixer.output}
     elif isinstance(core := getattr(mixer, "core", None), RecurrentCore):
         found |= {"qkv_linear": mixer.input, "core_attn": core, "attn_proj": mixer.output}
     if isinstance(block.mlp, MoE):
@@ -138,7 +141,7 @@ def _modules_of(block: Block) -> Mapping[OffloadModule, nn.Module]:
 def _offload_module(offload: ActivationOffload, layer: nn.Module, name: OffloadModule) -> None:
     """Let a module of a layer offload what it saves."""
     module = _modules_of(_block(layer))[name]
-    if isinstance(module, Attention):
+    if isinstance(module, Attention | LatentAttention):
         module.core = _OffloadedCore(offload, module.core)
     elif isinstance(module, RecurrentCore):
         module.run = within_module(offload, module.run)  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ arithmetic, in chunks that are counted from the start of the sample. Documents b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +63,12 @@ class Run:
     halos: list[Tensor] | None = None
     kept: Kept | None = None
 
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        """The runs of tokens that this rank has of each sample."""
+        first, runs = self.context.first_keys, self.context.layout.runs
+        return [Segment(run, None if first is None else first[:, run.start : run.stop]) for run in runs]
+
 
 class Convolution(nn.Module):
     """Short causal convolution by channel, over the runs of tokens that this rank has of each sample."""
@@ -113,7 +120,7 @@ class Convolution(nn.Module):
         """Apply the convolution to this rank's tokens [tokens, batch, channels]."""
         if run.cache is not None and run.context.cache is not None:
             return self._convolve_further(input, run.cache, run.context.cache.real)
-        return short_convolution(input, *self._taps(), segments_of(run.context), run.halos, silu=self.silu)
+        return short_convolution(input, *self._taps(), run.segments, run.halos, silu=self.silu)
 
     def _convolve_further(self, input: Tensor, cache: RecurrentCache, real: Tensor | None) -> Tensor:
         """Convolve further tokens of each sequence, and keep the last true ones. `real`: see `StageCache`."""
@@ -203,7 +210,7 @@ class RecurrentCore(Convolution):
             *(query, key, value, decay, step),
             delta=self.delta,
             chunk=self.chunk,
-            segments=segments_of(context),
+            segments=run.segments,
             scan=scan,
             chain=chain,
             kept=run.kept,
@@ -226,12 +233,6 @@ class _Held(torch.autograd.Function):
         output, last, *saved = ctx.saved_tensors
         ctx.kept.found = Found(output, last, saved)
         return gradients[0], None
-
-
-def segments_of(context: LayerContext) -> list[Segment]:
-    """Return the runs of tokens that this rank has of each sample."""
-    first = context.first_keys
-    return [Segment(run, None if first is None else first[:, run.start : run.stop]) for run in context.layout.runs]
 
 
 def of_length_one(heads: Tensor, factor: float) -> Tensor:

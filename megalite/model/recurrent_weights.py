@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
-from megalite.parallel.context import AXES, ParallelContext
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
-from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piece, Sharding
+from megalite.parallel.sharding import Constant, Drawn, LogicalTensor, Sharding
 
 
 def by_heads(context: ParallelContext, parts: Sequence[LogicalTensor], *, columns: int = 1) -> Sharding:
@@ -33,10 +33,12 @@ def of_parts(
             than ranks, ranks have copies, in a second tensor, and each computes a part of their gradient.
         columns: as of `ParallelContext.split`.
     """
-    over = context.group("heads")
-    if sharers(context, grouped[0].shape[0]) == over.ranks[over.rank : over.rank + 1]:
+    over, groups = context.group("heads"), grouped[0].shape[0]
+    if len(copies := sharers(context, groups)) == 1:
         return [by_heads(context, [*own, *grouped], columns=columns)]
-    return [by_heads(context, own, columns=columns), stacked([_copied(context, part, columns) for part in grouped])]
+    one = over.rank * groups // over.size
+    shared = [context.shared(part, range(one, one + 1), copies, columns=columns) for part in grouped]
+    return [by_heads(context, own, columns=columns), stacked(shared)]
 
 
 def sharers(context: ParallelContext, groups: int) -> tuple[int, ...]:
@@ -45,18 +47,6 @@ def sharers(context: ParallelContext, groups: int) -> tuple[int, ...]:
     each = max(over.size // groups, 1)
     first = over.rank // each * each
     return over.ranks[first : first + each]
-
-
-def _copied(context: ParallelContext, tensor: LogicalTensor, columns: int) -> Sharding:
-    """Place the one group of a tensor [groups, ...] that this rank shares with others."""
-    over = context.group("heads")
-    size = (1, *tensor.shape[1:])
-    box = Box((over.rank * tensor.shape[0] // over.size, *(0,) * (len(size) - 1)), size)
-    cut = len(size) - columns
-    shape = (math.prod(size[:cut]), math.prod(size[cut:])) if columns else (math.prod(size),)
-    splits = tuple((0, axis) for axis in AXES["heads"])
-    piece = Piece(tensor, box, 0, shape[0], splits)
-    return Sharding(shape, (piece,), sharers(context, tensor.shape[0]), grad_is_partial=True)
 
 
 class SumOverSharers(torch.autograd.Function):

@@ -86,6 +86,13 @@ def amplitude(config: ModelConfig) -> float:
     return (growth * config.mscale + 1.0) / (growth * config.mscale_all_dim + 1.0)
 
 
+def growth_of_scores(config: ModelConfig) -> float:
+    """Return YaRN's factor of the scores of latent attention, whose unrotated channels `amplitude` does not reach."""
+    if config.position_embedding_type != "yarn":
+        return 1.0
+    return (0.1 * math.log(config.rotary_scaling_factor) * config.mscale_all_dim + 1.0) ** 2
+
+
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [sequence, batch, 1, rotated / 2] for positions [batch, sequence], in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)

@@ -73,8 +73,8 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         assert config.num_experts is not None
-        name, self.num_experts = f"layers.{config.numbers[layer][1]}.moe", config.num_experts
-        self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
+        name, self.num_experts = f"{config.names[layer][1]}.moe", config.num_experts
+        self.number = sum(each.feed_forward == "moe" for each in config.all_layers[:layer])
         self.config, self.rule = config, routing_rule(config)
         self.sinkhorn = config.moe_router_load_balancing_type == ("sinkhorn",)
         self.sample_group = context.mesh.group(*context.sample_axes)
@@ -134,7 +134,7 @@ class Router(nn.Module):
         ]
         if config.moe_z_loss_coeff:
             terms.append(LossTerm(Z_LOSS, _tokens, config.moe_z_loss_coeff))
-        layers = sum(layer.feed_forward == "moe" for layer in config.layers)
+        layers = sum(layer.feed_forward == "moe" for layer in config.passed_layers)
         return (*terms, LossTerm(ENTROPY, lambda micro_batch: _tokens(micro_batch) * layers, 0.0))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Routing:

@@ -29,10 +29,13 @@ class FeedForwardInParts:
     Each parameter has a gradient of each part, which are added in the order of the tokens.
     """
 
-    def __init__(self, norm: nn.Module, mlp: MLP, output_norm: nn.Module | None, site: Site, *, parts: int) -> None:
+    def __init__(
+        self, norm: nn.Module | None, mlp: MLP, output_norm: nn.Module | None, site: Site, *, parts: int
+    ) -> None:
         """Take the modules of a block. Their parameters expect the gradients of so many parts.
 
         Args:
+            norm: norm of the input; None for none.
             output_norm: norm of the output; None for none.
             site: place of the dropout.
             parts: number of parts, at most the number of tokens that a rank trains on.
@@ -67,7 +70,8 @@ class FeedForwardInParts:
         Where gradients are recorded, for backward, nothing but a norm of the output reads the values of the product.
         """
         unread = torch.is_grad_enabled() and self.output_norm is None
-        output, _ = self.mlp(self.norm(hidden), context, unread=unread)
+        input = hidden if self.norm is None else self.norm(hidden)
+        output, _ = self.mlp(input, context, unread=unread)
         return output if self.output_norm is None else self.output_norm(output)
 
 

@@ -25,7 +25,14 @@ from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, bucket_la
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
+from megalite.parallel.parameter import (
+    NOTHING,
+    DeferredGradients,
+    DenseGradient,
+    Gradient,
+    Parameter,
+    accumulate_grad,
+)
 from megalite.parallel.sharding import Sharding, Use
 
 
@@ -303,6 +310,8 @@ def _take_ordinary_gradient(parameter: Tensor) -> None:
     if isinstance(parameter, Parameter) and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
         accumulate_grad(parameter, DenseGradient(gradient))
+        for _ in range(parameter.sharding.uses[0].times - 1):  # autograd has added the others to it
+            accumulate_grad(parameter, NOTHING)
 
 
 def make_buckets(

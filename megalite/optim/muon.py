@@ -9,7 +9,8 @@ needs all of it:
 
 Different ranks of a shard group orthogonalize different matrices, so each matrix is computed once per shard group.
 `LogicalTensor.matrices` defines the matrices of a parameter: the query, key, value, gate and up of a fused parameter
-are separate matrices, and so is each expert's. Ranks that have complete experts need no communication for step 2.
+are separate matrices, and so is each expert's. Ranks that have complete experts need no communication for step 2. With
+--muon-split-qkv-per-head, `LogicalTensor.by_head` defines them, and a rank's heads of a tensor travel together.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Part of one matrix in a piece of the tensor, and the number of its elements that each rank updates."""
+    """Part of a matrix in a piece of the tensor, and the number of its elements that each rank updates."""
 
     box: Box
     counted: bool
@@ -82,6 +83,7 @@ class Matrix:
 
     tensor: LogicalTensor
     box: Box
+    """Place of the matrix, or of those of several heads."""
     parts: tuple[MatrixPart, ...]
     """Parts on this rank and its data-parallel peers."""
     shard_group: Group
@@ -92,6 +94,11 @@ class Matrix:
     @property
     def own(self) -> list[Elements]:
         return [elements for part in self.parts for elements in part.own]
+
+    @property
+    def cost(self) -> int:
+        """Number to which the products of a Newton-Schulz step are proportional."""
+        return self.box.numel * min(self.tensor.matrix_size)
 
     def sizes(self, rank: int) -> list[int]:
         """Return the number of elements of each part that a rank of the shard group updates."""
@@ -104,7 +111,7 @@ class Muon(UpdateRule):
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config, self._device = config, mesh.device
         self._segments = [segment for shard in shards for segment in shard.segments if segment.group.matrices]
-        self._rounds = list(_rounds(_matrices(shards, mesh)))
+        self._rounds = list(_rounds(_matrices(shards, mesh, by_head=config.muon_split_qkv_per_head)))
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         for matrices in self._rounds:
@@ -173,8 +180,8 @@ class Muon(UpdateRule):
         matrices = tensor.as_matrices(whole)
         dtype = torch.float64 if whole.dtype == torch.float64 else PRODUCTS[config.muon_fp32_matmul_prec]
         scale = config.muon_extra_scale_factor * update_scale(config.muon_scale_mode, *matrices.shape[1:])
-        made = orthogonalized(matrices[0], config.muon_coefficient_type, config.muon_num_ns_steps, dtype)
-        matrices[0].copy_(made).mul_(scale)
+        each = matrices[0] if len(matrices) == 1 else matrices
+        each.copy_(orthogonalized(each, config.muon_coefficient_type, config.muon_num_ns_steps, dtype)).mul_(scale)
         whole = tensor.from_matrices(matrices, own.box.size)
         cut = [whole[part.box.relative_to(own.box).slices()].flatten() for part in parts]
         if not own.sharded:
@@ -183,10 +190,10 @@ class Muon(UpdateRule):
         return [torch.cat(to_peer) for to_peer in zip(*dealt, strict=True)]
 
 
-def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
-    """Return all matrices that have a part on this rank, largest first.
+def _matrices(shards: Sequence[Shard], mesh: ParallelMesh, *, by_head: bool) -> list[Matrix]:
+    """Return all matrices that have a part on this rank, the most expensive first.
 
-    The order is the same on all ranks that share some of the matrices.
+    The order is the same on all ranks that share some of the matrices. `by_head`: each head has matrices of its own.
     """
     places: dict[str, list[tuple[Shard, Slot, Piece]]] = {}
     for shard in shards:
@@ -197,17 +204,18 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
     found = []
     for _, held in sorted(places.items()):
         (shard, _, piece), *_ = held
-        tensor, bucket = piece.tensor, shard.bucket
-        numbered = tensor.matrix_dimensions
+        tensor, bucket = piece.tensor.by_head() if by_head else piece.tensor, shard.bucket
+        numbered, together = tensor.matrix_dimensions, tensor is not piece.tensor
         split_group = mesh.group(*(axis for dimension, axis in piece.splits if dimension not in numbered))
         parts: dict[Box, list[MatrixPart]] = {}
         for shard, slot, piece in held:
-            for box, part in tensor.matrices_in(piece.box):
+            whole = [(tensor.whole_matrices(piece.box), piece.box)] if together else tensor.matrices_in(piece.box)
+            for box, part in whole:
                 made = _part(shard, slot, piece, part, of_slot(slot, shard.segments), split_group)
                 parts.setdefault(box, []).append(made)
         for box, members in parts.items():
             found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.zero_stage > 0, split_group))
-    return sorted(found, key=lambda matrix: matrix.box.numel, reverse=True)
+    return sorted(found, key=lambda matrix: matrix.cost, reverse=True)
 
 
 def _part(

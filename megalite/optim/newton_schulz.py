@@ -52,15 +52,19 @@ def coefficients(kind: str, steps: int) -> Iterator[tuple[float, float, float]]:
 
 
 def orthogonalized(matrix: Tensor, kind: str, steps: int, dtype: torch.dtype) -> Tensor:
-    """Return the orthogonalized matrix, computed in `dtype`: [rows, columns] -> [rows, columns]."""
-    tall = matrix.shape[0] > matrix.shape[1]
+    """Return the orthogonalized matrix, computed in `dtype`: [rows, columns] -> [rows, columns].
+
+    A third dimension before these two counts matrices that are orthogonalized each by itself.
+    """
+    tall = matrix.shape[-2] > matrix.shape[-1]
     values = matrix.to(dtype)
-    values = values.T if tall else values
-    values = values / values.norm().clamp(min=EPSILON)
+    values = values.mT if tall else values
+    values = values / torch.linalg.vector_norm(values, dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    add_product = torch.addmm if values.dim() == 2 else torch.baddbmm
     for a, b, c in coefficients(kind, steps):
-        gram = values @ values.T
-        values = torch.addmm(values, torch.addmm(gram, gram, gram, beta=b, alpha=c), values, beta=a)
-    return values.T if tall else values
+        gram = values @ values.mT
+        values = add_product(values, add_product(gram, gram, gram, beta=b, alpha=c), values, beta=a)
+    return values.mT if tall else values
 
 
 def update_scale(mode: str, rows: int, columns: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from megalite.parallel import placement
 from megalite.parallel.mesh import DENSE_AXES, Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.sharding import LogicalTensor, Sharding
+from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding
 
 Meaning = Literal["heads", "ffn", "vocabulary", "experts", "expert ffn"]
 AXES: Mapping[Meaning, tuple[str, ...]] = {
@@ -102,6 +103,22 @@ class ParallelContext:
         """Split a tensor by the meaning of its dimensions. `columns` and `padded` are those of `placement.split`."""
         splits = {dimension: AXES[meaning] for dimension, meaning in dimensions.items()}
         return placement.split(self.mesh, tensor, splits, columns=columns, padded=padded)
+
+    def shared(self, tensor: LogicalTensor, groups: range, sharers: tuple[int, ...], *, columns: int = 1) -> Sharding:
+        """Place groups of a tensor [groups, ...], each of which serves consecutive heads.
+
+        Args:
+            sharers: the ranks that have these groups, for different heads. If they are several, each computes a part of
+                the gradient.
+            columns: that of `placement.split`.
+        """
+        size = (len(groups), *tensor.shape[1:])
+        cut = len(size) - columns
+        rows = math.prod(size[:cut])
+        box = Box((groups.start, *(0,) * (len(size) - 1)), size)
+        piece = Piece(tensor, box, 0, rows, tuple((0, axis) for axis in AXES["heads"]))
+        shape = (rows, math.prod(size[cut:])) if columns else (rows,)
+        return Sharding(shape, (piece,), sharers, grad_is_partial=len(sharers) > 1)
 
     def replicated(self, tensor: LogicalTensor, *, of_part: bool = False) -> Sharding:
         """Replicate a vector on every rank.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, RowsGradient, accumulate_grad
+from megalite.parallel.parameter import Gradient, Parameter, RowsGradient, accumulate_grad
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.products import changed
 
@@ -48,11 +48,13 @@ class _VocabParallelRows(torch.autograd.Function):
     """Lookup in a table that is split over ranks. This rank has the ids [first, first + rows)."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, first: int, group: Group, sequence_parallel: bool) -> Tensor:
+    def forward(
+        ctx: Any, table: Tensor, ids: Tensor, first: int, group: Group, sequence_parallel: bool, use: int
+    ) -> Tensor:
         local = ids - first
         outside = (local < 0) | (local >= table.shape[0])
         local = local.masked_fill(outside, 0)
-        ctx.table, ctx.gather_over = table, group if sequence_parallel else None
+        ctx.table, ctx.use, ctx.gather_over = table, use, group if sequence_parallel else None
         ctx.save_for_backward(local, outside)
         rows = changed(F.embedding(local, table), "masked_fill", outside.unsqueeze(-1), 0.0)
         return collectives.reduce_scatter(rows, group) if sequence_parallel else collectives.all_reduce_(rows, group)
@@ -61,19 +63,26 @@ class _VocabParallelRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         local, outside = ctx.saved_tensors
         gradient = _VocabParallelGradient(local, outside, gradients[0], ctx.gather_over)
-        return accumulate_grad(ctx.table, gradient), None, None, None, None
+        return accumulate_grad(ctx.table, gradient, ctx.use), None, None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
     """Embedding table split over ranks. Each rank looks up its own ids and zeros the others; then ranks are summed."""
 
-    def __init__(self, context: ParallelContext, weight: Sharding) -> None:
+    def __init__(self, context: ParallelContext, weight: Sharding | Parameter, *, use: int = 0) -> None:
+        """Make the layer.
+
+        Args:
+            weight: the placement of the table; or, for a table of another layer, that `Parameter`.
+            use: the number of this use, if the table has several.
+        """
         super().__init__()
-        self.weight = context.parameter(weight)
-        self.group, self.sequence_parallel = context.group("vocabulary"), context.sequence_parallel
-        self.first_id = self.group.rank * weight.local_shape[0]
+        self.weight = weight if isinstance(weight, Parameter) else context.parameter(weight)
+        self.group, self.sequence_parallel, self.use = context.group("vocabulary"), context.sequence_parallel, use
+        self.first_id = self.group.rank * self.weight.shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [sequence, batch] to [sequence (/ size under sequence parallelism), batch, hidden]."""
-        rows: Tensor = _VocabParallelRows.apply(self.weight, ids, self.first_id, self.group, self.sequence_parallel)
+        settings = self.first_id, self.group, self.sequence_parallel, self.use
+        rows: Tensor = _VocabParallelRows.apply(self.weight, ids, *settings)
         return rows

@@ -126,6 +126,43 @@ class _RowParallel(torch.autograd.Function):
         return input_gradient, accumulate_grad(ctx.weight, product), None, None, None
 
 
+_ALONE = Group((0,), 0)
+
+
+def product(input: Tensor, weight: Tensor) -> Tensor:
+    """Return the product of [..., in] and a weight [out, in], without communication.
+
+    The gradient of the weight goes to its buffer, or later if it is deferred, as those of the layers here.
+    """
+    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, weight)
+    return output
+
+
+class _SharedByHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return collectives.all_gather(input, group) if sequence_parallel else input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0].contiguous()
+        if ctx.sequence_parallel:
+            return collectives.reduce_scatter(gradient, ctx.group), None, None
+        return collectives.all_reduce_async_(gradient.clone(), ctx.group).wait(), None, None
+
+
+def shared_by_heads(input: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """Return [sequence, batch, width] for the heads of each rank, from [sequence (/ size), batch, width].
+
+    Its gradient is the sum of those of all ranks' heads.
+    """
+    if group.size == 1:
+        return input
+    output: Tensor = _SharedByHeads.apply(input, group, sequence_parallel)
+    return output
+
+
 def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return matrix.split([weight.shape[0] for weight in weights], dim=-1)
 
@@ -170,9 +207,13 @@ class ColumnParallelLinear(nn.Module):
             return self.biases[0] if self.biases else None
         return torch.cat(list(self.biases))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
-        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *self.weights)
+    def forward(self, input: Tensor, *, frozen: bool = False) -> Tensor:
+        """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size].
+
+        `frozen`: the weights get no gradient.
+        """
+        weights = [weight.frozen_alias() for weight in self.weights] if frozen else self.weights
+        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *weights)
         bias = self.bias if self.adds_bias else None
         return output if bias is None else output + bias
 
@@ -184,11 +225,10 @@ class ReplicatedLinear(nn.Module):
         super().__init__()
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
-        self.alone = Group((context.mesh.rank,), 0)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out."""
-        output: Tensor = _ColumnParallel.apply(input, self.alone, False, 0, self.weight)
+        output = product(input, self.weight)
         return output if self.bias is None else output + self.bias
 
 

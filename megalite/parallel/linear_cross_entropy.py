@@ -145,10 +145,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logit_gradients = _LogitGradients(*tokens, weight, columns, options)
         whole = _whole(hidden, split_over)
         hidden_gradient = torch.empty_like(whole, memory_format=torch.contiguous_format)
-        if is_deferred(weight):
+        if is_deferred(weight) or not weight.requires_grad:
             for chunk, gradient in logit_gradients.of(whole):
                 torch.mm(gradient, weight, out=hidden_gradient[chunk])
-            if weight.gradient_buffer.frees_parameters:
+            if weight.gradient_buffer is not None and weight.gradient_buffer.frees_parameters:
                 logit_gradients = replace(logit_gradients, weight=weight.detach().clone())
             product = _WeightGradient(logit_gradients, partial(_whole, hidden, split_over))
         else:

@@ -39,6 +39,17 @@ class DenseGradient(Gradient):
             target.add_(self.values)
 
 
+class _Nothing(Gradient):
+    """A gradient that another one has in it."""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        if overwrite:
+            target.zero_()
+
+
+NOTHING = _Nothing()
+
+
 @dataclass(frozen=True)
 class ProductGradient(Gradient):
     """The weight gradient of a linear layer, output_gradient.T @ input."""
@@ -138,6 +149,13 @@ class Parameter(nn.Parameter):
         """Allocate uninitialized memory if the parameter has none."""
         if not any(self.stride()):
             self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def frozen_alias(self) -> Parameter:
+        """Return a parameter with the same memory that needs no gradient."""
+        alias = make_subclass(Parameter, self.detach())
+        alias.requires_grad_(False)
+        alias.sharding, alias.gradient_buffer = self.sharding, None
+        return alias
 
 
 def is_deferred(parameter: Parameter) -> bool:

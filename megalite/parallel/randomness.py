@@ -32,6 +32,7 @@ SITES = {
     "gated delta output": 5,
     "short convolution output": 6,
     "kimi delta output": 7,
+    "latent attention output": 8,
 }
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 
@@ -43,7 +44,7 @@ class Site:
     In each sample, it masks a tensor [positions, hidden], or attention probabilities [heads * queries, keys].
 
     Attributes:
-        layer: global index of the layer; 0 for the embedding.
+        layer: global index of the layer; 0 for the embedding, or the depth whose inputs it embeds.
         name: one of SITES.
     """
 
@@ -55,15 +56,18 @@ class Site:
 class RandomKey:
     """Key of one micro-batch's random numbers, which depend only on this key and on the site.
 
-    `samples`: the global number of each sample of the micro-batch, in the run's order of samples.
+    Attributes:
+        samples: the global number of each sample of the micro-batch, in the run's order of samples.
+        later: number added to the layer of each site, for the later passes through a layer that is used several times.
     """
 
     seed: int
     samples: tuple[int, ...]
+    later: int = 0
 
     def dropout_mask(self, probability: float, site: Site, rows: Runs) -> DropoutMask:
         """Return the mask of `site` for these rows of each sample's tensor."""
-        return DropoutMask(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
+        return DropoutMask(probability, self.seed, site.layer + self.later, SITES[site.name], self.samples, rows)
 
     def drop(self, input: Tensor, probability: float, site: Site, rows: Runs) -> Tensor:
         """Apply `dropout` with a probability above 0. Compiled layers do not trace this method."""
@@ -73,7 +77,8 @@ class RandomKey:
         """Seed the device's default generator, for a fused operator that draws its own mask and takes none."""
         if device.type == "meta":  # which draws nothing
             return
-        packed = struct.pack("<qqqqq", self.seed, self.samples[0], site.layer, SITES[site.name], first_row)
+        layer = site.layer + self.later
+        packed = struct.pack("<qqqqq", self.seed, self.samples[0], layer, SITES[site.name], first_row)
         digest = hashlib.blake2b(packed, digest_size=8).digest()
         default_generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

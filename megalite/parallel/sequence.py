@@ -69,6 +69,21 @@ class SequenceLayout:
         """True if the rank has all tokens, in order."""
         return self.runs == (range(self.length),)
 
+    @cached_property
+    def run_owners(self) -> tuple[int, ...]:
+        """The rank that has each run, in the order of the sample."""
+        return tuple(
+            rank for _, rank in sorted((run.start, rank) for rank, runs in enumerate(self.of_ranks) for run in runs)
+        )
+
+    @cached_property
+    def run_numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of each rank's runs, counted in the order of the sample."""
+        numbers: list[list[int]] = [[] for _ in self.of_ranks]
+        for number, rank in enumerate(self.run_owners):
+            numbers[rank].append(number)
+        return tuple(map(tuple, numbers))
+
     def grouped(self, size: int) -> SequenceLayout:
         """Return the layout of groups of `size` neighbouring ranks, which put their tokens together, in order."""
         if size == len(self.of_ranks):

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
@@ -77,6 +77,19 @@ class LogicalTensor:
         ours, theirs = self._matrix_view()
         return rearrange(matrices, f"{theirs} -> {ours}", **dict(zip(ours.split(), size, strict=True)))
 
+    def by_head(self) -> LogicalTensor:
+        """Return the tensor with a matrix for each head; itself if the rows of its matrices are not those of heads."""
+        if self.matrices is None:
+            return self
+        of_each = re.sub(r"-> (\w+) \((heads|groups) (\w+)\)", r"-> (\1 \2) \3", self.matrices)
+        return self if of_each == self.matrices else replace(self, matrices=of_each)
+
+    @property
+    def matrix_size(self) -> tuple[int, int]:
+        """Numbers of rows and of columns of each matrix."""
+        _, rows, columns = (math.prod(self.shape[dimension] for dimension in axis) for axis in self._matrix_axes())
+        return rows, columns
+
     @property
     def matrix_dimensions(self) -> tuple[int, ...]:
         """The dimensions that enumerate the matrices: each index along them selects a separate matrix."""
@@ -101,6 +114,13 @@ class LogicalTensor:
         numbered = self.matrix_dimensions
         for index in itertools.product(*(box.indices(dimension) for dimension in numbered)):
             yield Box.whole(self.shape).at(numbered, index), box.at(numbered, index)
+
+    def whole_matrices(self, box: Box) -> Box:
+        """Return the box of all matrices that a box overlaps."""
+        kept = self.matrix_dimensions
+        both = enumerate(zip(box.offset, box.size, strict=True))
+        offset, size = zip(*(at if d in kept else (0, self.shape[d]) for d, at in both), strict=True)
+        return Box(offset, size)
 
     def _matrix_axes(self) -> list[tuple[int, ...]]:
         """Return the dimensions that make up the matrices' numbers, the rows and the columns."""

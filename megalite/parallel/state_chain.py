@@ -36,10 +36,7 @@ class StateChain(Chain):
 
     def run(self, runs: Sequence[Run], first: Tensor, *, backward: bool = False) -> Tensor:
         """See `Chain`. `runs`: those of this rank, in the order of the sample."""
-        places = sorted((run.start, rank) for rank, of_rank in enumerate(self.layout.of_ranks) for run in of_rank)
-        owners = [rank for _, rank in places]
-        if backward:
-            owners.reverse()
+        owners = self.layout.run_owners[::-1] if backward else self.layout.run_owners
         own = iter(reversed(runs) if backward else runs)
         state, pending = first, list[Pending]()
         for owner, following in zip(owners, [*owners[1:], None], strict=True):

@@ -68,18 +68,18 @@ class StateScan:
     def _gather(self, maps: Sequence[Map]) -> list[Map]:
         """Return the maps of all runs, in the order of the sample."""
         matrix, offset = maps[0]
-        own = torch.stack([torch.cat([part.flatten() for part in each]) for each in maps])
+        own = torch.cat([part.flatten() for each in maps for part in each]).view(len(maps), -1)
         message = "context parallelism: waited for the states of ranks %s"
         ranks = ", ".join(map(str, self.group.ranks))
-        gathered = collectives.all_gather_async(own[None], self.group).wait(message, ranks)
+        gathered = collectives.all_gather_async(own, self.group).wait(message, ranks)
         return [
             (first.view(matrix.shape), second.view(offset.shape))
-            for row in _in_order(self.layout, gathered)
-            for first, second in [row.split([matrix.numel(), offset.numel()])]
+            for place in _order(self.layout)
+            for first, second in [gathered[place].split([matrix.numel(), offset.numel()])]
         ]
 
     def _own(self, of_runs: Sequence[Tensor]) -> list[Tensor]:
-        return [of_runs[number] for number in _numbers(self.layout)[self.layout.rank]]
+        return [of_runs[number] for number in self.layout.run_numbers[self.layout.rank]]
 
 
 def tokens_before(input: Tensor, count: int, group: Group, layout: SequenceLayout) -> list[Tensor]:
@@ -100,16 +100,16 @@ class _TokensBefore(torch.autograd.Function):
         ctx.group, ctx.layout, ctx.kept, ctx.count, ctx.shape = group, layout, kept, count, input.shape
         ends = torch.stack([run[-kept:] for run in input.split(length)]) if kept else input[:0]
         message = "context parallelism: waited for the ends of the runs of ranks %s"
-        gathered = collectives.all_gather_async(ends[None], group).wait(message, ", ".join(map(str, group.ranks)))
-        whole = torch.cat([input.new_zeros(count, *input.shape[1:]), _in_order(layout, gathered).flatten(0, 1)])
+        gathered = collectives.all_gather_async(ends, group).wait(message, ", ".join(map(str, group.ranks)))
+        whole = torch.cat([input.new_zeros(count, *input.shape[1:]), *(gathered[place] for place in _order(layout))])
         # Row `number * kept + count` of `whole` is the first of the run's own: the rows before it are those before it.
-        return tuple(whole[number * kept : number * kept + count].clone() for number in _numbers(layout)[layout.rank])
+        return tuple(whole[number * kept : number * kept + count].clone() for number in layout.run_numbers[layout.rank])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return each gradient to the rank that has the token, where those of all ranks are added in rank order."""
         layout, kept, count, shape = ctx.layout, ctx.kept, ctx.count, ctx.shape
-        numbers = _numbers(layout)
+        numbers = layout.run_numbers
         runs = sum(map(len, numbers))
         whole = gradients[0].new_zeros(count + runs * kept, *shape[1:])
         for number, gradient in zip(numbers[layout.rank], gradients, strict=True):
@@ -126,14 +126,7 @@ class _TokensBefore(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-def _numbers(layout: SequenceLayout) -> list[list[int]]:
-    """Return the numbers of each rank's runs, counted in the order of the sample."""
-    starts = sorted(run.start for runs in layout.of_ranks for run in runs)
-    return [[starts.index(run.start) for run in runs] for runs in layout.of_ranks]
-
-
-def _in_order(layout: SequenceLayout, gathered: Tensor) -> Tensor:
-    """Put what was gathered of each rank's runs, [ranks, runs of a rank, ...], into the order of the sample."""
-    by_rank = [number for numbers in _numbers(layout) for number in numbers]
-    order = torch.tensor([by_rank.index(number) for number in range(len(by_rank))], device=gathered.device)
-    return gathered.flatten(0, 1)[order]
+def _order(layout: SequenceLayout) -> list[int]:
+    """Return where each run of the sample, in its order, is among those that were gathered from all ranks."""
+    by_rank = [number for numbers in layout.run_numbers for number in numbers]
+    return sorted(range(len(by_rank)), key=by_rank.__getitem__)

@@ -37,11 +37,11 @@ def expert_loads(chunks: Iterable[GPT], layers: int, mesh: ParallelMesh) -> dict
     """Return the figures of the last step that updated the weights. Called by all ranks of a pipeline together.
 
     Args:
-        layers: number of layers of the full model.
+        layers: number of layers of the full model, with those of depths.
     """
     numbers = torch.zeros(layers, 4, dtype=torch.float64, device=mesh.device)
     for chunk in chunks:
-        for number, block in enumerate(chunk.layers, chunk.stage_layers.first_layer):
+        for number, block in chunk.numbered_layers():
             if isinstance(block.mlp, MoE) and (load := block.mlp.router.load) is not None:
                 counts, dropped = load[: block.mlp.router.num_experts], load[-1]
                 numbers[number] = torch.stack(

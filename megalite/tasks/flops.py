@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from megalite.config.layer_costs import LAYER_COSTS
+from megalite.config.kinds.table import KINDS
 from megalite.config.model import ModelConfig
 
 _FORWARD_AND_BACKWARD = 3
@@ -43,11 +43,12 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
         causal: count only the attention scores inside the causal mask and the sliding window; otherwise all scores.
     """
     layers = 0.0
-    for layer in model.layers:
+    for layer in model.passed_layers:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
-        layers += sum(LAYER_COSTS[kind].products(model, seen) for kind in layer.kinds)
-    logits = model.hidden_size * padded_vocab_size
-    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))
+        layers += sum(KINDS[kind].products(model, seen) for kind in layer.kinds)
+    logits = model.hidden_size * padded_vocab_size * (1 + model.depths)
+    projections = 2 * model.hidden_size**2 * model.depths
+    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + projections + logits))
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

@@ -10,7 +10,9 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
-from megalite.conversion.opened import OpenedModel, states_of_training
+from megalite.config.prediction import without_depths
+from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
+from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
@@ -36,6 +38,8 @@ class GPTNetworkTask(Task):
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()
     """Division of samples among context-parallel ranks."""
+    depth_notes: tuple[str, ...] = ()
+    """Notes on depths that a checkpoint has and this run lacks, or the reverse."""
 
     def stages(self) -> Stages:
         return builder.make_stages(self.config)
@@ -55,13 +59,39 @@ class GPTNetworkTask(Task):
         return partial(set_initial_values, seed=self.config.training.seed)
 
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
-        checkpoint.check_compatible(path, described.config, self.model)
+        saved = checkpoint.model_config(path, described.config, self.model)
+        self._check_function(str(path), saved)
 
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
-        """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
+        """Return the names of the state that only training needs, here or in the run that saved the checkpoint.
+
+        With --finetune, also those of the depths, if the two runs have different ones.
+        """
         saved = checkpoint.model_config(path, described.config, self.model)
         models = [model for model in (self.model, saved) if model.num_experts is not None]
-        return {name for model in models for name in states_of_training(model)}
+        found = {name for model in models for name in states_of_training(model)}
+        return found.union(*map(in_checkpoint, self._replaced_depths(saved)))
+
+    def _replaced_depths(self, saved: ModelConfig) -> list[set[str]]:
+        """Return the names of the tensors of the depths, those of this run first; none if the two have the same."""
+        if checkpoint.same_depths(saved, self.model):
+            return []
+        return [tensors_of_depths(model) for model in (self.model, saved)]
+
+    def _check_function(self, what: str, saved: ModelConfig) -> None:
+        """Raise CheckpointError if a network computes another function. With --finetune, its depths may differ."""
+        loading, model = self.config.checkpoint, self.model
+        if loading.finetune and not checkpoint.same_depths(saved, model):
+            if loading.load_casts and model.depths:
+                raise CheckpointError(
+                    f"{what} does not have the depths of --mtp-num-layers {model.depths}: this run begins them anew, "
+                    "which --load-casts cannot: leave it out"
+                )
+            fates = {"leaves out its depths ({})": saved.depths, "begins those of this run anew ({})": model.depths}
+            said = " and ".join(words.format(count) for words, count in fates.items() if count)
+            self.depth_notes = (f"note: {what} has other depths of multi-token prediction: --finetune {said}",)
+            saved, model = without_depths(saved), without_depths(model)
+        checkpoint.check_same_function(what, saved, model)
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)
@@ -76,5 +106,5 @@ class GPTNetworkTask(Task):
         return opened
 
     def check_weights(self, opened: OpenedModel) -> set[str]:
-        checkpoint.check_same_function(opened.what, opened.config, self.model)
-        return states_of_training(self.model)
+        self._check_function(opened.what, opened.config)
+        return states_of_training(self.model).union(*self._replaced_depths(opened.config)[:1])

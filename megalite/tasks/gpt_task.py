@@ -15,6 +15,7 @@ from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.sampler import Deal
 from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
+from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks import summary
@@ -54,7 +55,6 @@ class GPTTask(GPTNetworkTask):
     """Pre-training of a GPT on this rank. Create it on all ranks together."""
 
     loss_name = LM_LOSS.name
-    evaluated = (LM_LOSS,)
     has_empty_slots = True
 
     def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
@@ -70,6 +70,7 @@ class GPTTask(GPTNetworkTask):
         padded = self.model.padded_vocab_size(mesh.size("tp"))
         self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
         self._peak_flops = peak_flops(device.device_name(mesh.device))
+        self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 
@@ -125,7 +126,7 @@ class GPTTask(GPTNetworkTask):
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts)
+        return (*self._dispatcher_notes, *experts, *self.depth_notes)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
@@ -137,7 +138,7 @@ class GPTTask(GPTNetworkTask):
     def figures(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> dict[str, float]:
         figures: dict[str, float] = {}
         if self.config.model.num_experts is not None and updated:
-            figures |= expert_loads(self.chunks, self.config.model.num_layers, self.mesh)
+            figures |= expert_loads(self.chunks, len(self.config.model.all_layers), self.mesh)
         if self.cutting.ranks > 1 and self.cutting.layers:
             figures[BUSIEST] = self._busiest(micro_batches)
         return figures

@@ -80,7 +80,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     measured = measured_memory(trainer, task)
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
-        f"hidden {model.hidden_size}{_experts(model)}",
+        f"hidden {model.hidden_size}{_experts(model)}{_depths(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
         **_devices(trainer, task),
@@ -143,10 +143,19 @@ def _pattern(model: ModelConfig) -> str:
     return "" if model.hybrid_layer_pattern is None else f" {pattern_of(model.layers)}"
 
 
+def _depths(model: ModelConfig) -> str:
+    if not model.depths:
+        return ""
+    letters = "" if model.mtp_hybrid_override_pattern is None else f" {model.mtp_hybrid_override_pattern}"
+    shared = " with one set of weights" if model.own_depths < model.depths else ""
+    count = "1 depth" if model.depths == 1 else f"{model.depths} depths"
+    return f"; {count}{letters} predict{'s' if model.depths == 1 else ''} further tokens{shared}"
+
+
 def _experts(model: ModelConfig) -> str:
     if model.num_experts is None:
         return ""
-    layers = sum(layer.feed_forward == "moe" for layer in model.layers)
+    layers = sum(layer.feed_forward == "moe" for layer in model.all_layers)
     return f"; {layers} layers have {model.num_experts} experts, of which a token uses {model.moe_router_topk}"
 
 

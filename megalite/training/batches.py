@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.data.loader import MicroBatchArrays
-from megalite.model.batch import MicroBatch, first_keys
+from megalite.model.batch import FurtherTokens, MicroBatch, first_keys
 from megalite.parallel.attention_plan import FirstKeys, balanced, work_of_chunks
 from megalite.parallel.device import moved
 from megalite.parallel.randomness import RandomKey
@@ -31,12 +32,14 @@ class Cutting:
         chunks_per_rank: chunks of each rank if they are dealt by the work that documents leave; None: two chunks each,
             dealt the same way in every sample.
         layers: number of layers of attention with each window and each number of ranks that exchange heads.
+        depths: number of depths of multi-token prediction, whose inputs and labels are cut, too.
     """
 
     ranks: int = 1
     rank: int = 0
     chunks_per_rank: int | None = None
     layers: Mapping[tuple[int | None, int], int] = field(default_factory=lambda: {(None, 1): 1})
+    depths: int = 0
 
     def layout(self, length: int, first: FirstKeys) -> SequenceLayout:
         """Return the tokens of each rank. `first`: bounds of the first key that each query sees."""
@@ -95,18 +98,54 @@ def _to_micro_batch(
         bounds = FirstKeys(first.amin(0).numpy(), first.amax(0).numpy())
     layout = cutting.layout(fields["tokens"].shape[1], bounds)
 
-    def own(array: np.ndarray) -> Tensor:
-        return moved(layout.own(torch.from_numpy(np.ascontiguousarray(array))), device)
+    def part(values: Tensor, dimension: int = 1) -> Tensor:
+        return moved(layout.own(values, dimension), device)
 
+    def own(array: np.ndarray) -> Tensor:
+        return part(torch.from_numpy(np.ascontiguousarray(array)))
+
+    wide = torch.promote_types(dtype, torch.float32)
+    further = None
+    if cutting.depths:
+        whole = [torch.from_numpy(np.ascontiguousarray(fields[name])) for name in ("tokens", "labels", "loss_mask")]
+        tokens, labels, mask = further_tokens(whole[0], whole[1], whole[2], first, cutting.depths)
+        further = FurtherTokens(part(tokens, 2), part(labels, 2), part(mask, 2).to(wide))
     return MicroBatch(
         tokens=own(fields["tokens"]),
         positions=own(fields["positions"]),
         first_keys=None if first is None else moved(first, device),
         labels=own(fields["labels"]),
-        loss_mask=own(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
+        loss_mask=own(fields["loss_mask"]).to(wide),
         padding=None if fields["padding"] is None else own(fields["padding"]),
         replayed=None if fields["replayed"] is None else own(fields["replayed"]),
         key=RandomKey(seed, tuple(fields["sample_ids"])),
         layout=layout,
         bounds=bounds,
+        further=further,
     )
+
+
+def further_tokens(
+    tokens: Tensor, labels: Tensor, loss_mask: Tensor, first: Tensor | None, depths: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs, the labels and the loss mask of the depths, each [depths, batch, sequence].
+
+    A label has no weight if the sample does not have it, or if the network gives it none; and, where documents are kept
+    apart, if it is not in the token's document. The last label of a sample is then taken as one of another document.
+
+    Args:
+        tokens, labels, loss_mask: those of whole samples, [batch, sequence].
+        first: the first token of each token's document, [batch, sequence]; None if documents are not kept apart.
+    """
+    length = tokens.shape[1]
+    text = F.pad(torch.cat([tokens, labels[:, -1:]], dim=1), (0, depths))
+    labels, loss_mask = F.pad(labels, (0, depths)), F.pad(loss_mask, (0, depths))
+    starts = None if first is None else F.pad(first, (0, depths + 1), value=-1)
+    found = []
+    for depth in range(1, depths + 1):
+        weights = loss_mask[:, depth : depth + length]
+        if starts is not None:
+            weights = weights * (starts[:, depth + 1 : depth + 1 + length] == first)
+        found.append((text[:, depth : depth + length], labels[:, depth : depth + length], weights))
+    inputs, of_depths, masks = (torch.stack(parts) for parts in zip(*found, strict=True))
+    return inputs, of_depths, masks

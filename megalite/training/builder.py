@@ -168,10 +168,11 @@ def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
     ways = itertools.cycle(attention_ways(config.parallel))
     layers = Counter(
         (layer.keys_before, way.head_ranks)
-        for layer, way in zip(config.model.layers, ways, strict=False)
-        if layer.mixer == "attention"
+        for layer, way in zip(config.model.passed_layers, ways, strict=False)
+        if layer.attends
     )
-    return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), layers)
+    chunks, depths = config.parallel.chunks_per_rank(length), config.model.depths
+    return Cutting(mesh.size("cp"), mesh.coordinate("cp"), chunks, layers, depths)
 
 
 def make_proved_schedules(

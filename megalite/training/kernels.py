@@ -27,10 +27,11 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
 from megalite.model.heads_norm import HeadsNorm
+from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.optim.buckets import Bucket
-from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import Kernels, use
@@ -44,6 +45,9 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (Convolution, "begin"),
     (Convolution, "convolve"),
     (HeadsNorm, "forward"),
+    (LatentAttention, "share"),  # a message
+    (LatentAttention, "attend"),
+    (ReplicatedLinear, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
@@ -105,12 +109,12 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
     """Compile each layer when it first runs. Call `choose_kernels` before."""
     _leave_untraced()
     for chunk in chunks:
-        for layer in chunk.layers:
+        for _, layer in chunk.numbered_layers():
             in_parts: Any = layer.in_parts
             if in_parts is not None:
                 in_parts.transform = torch.compile(in_parts.transform, backend=backend, dynamic=False)
                 layer.in_parts = torch.compiler.disable(in_parts)
-            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+            vars(layer)["forward"] = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -37,7 +37,8 @@ _OTHERWISE = {
     "alarms": "",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy"""
+    moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy
+    mtp_loss_scaling_factor mtp_detach_heads"""
 # `check_compatible` compares the other fields of the model.
 _OF_THAT_RUN = "about that run alone: a new run has its own flags"
 _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"

@@ -92,11 +92,11 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
 
 
-def open_initial_model(path: AnyPath) -> OpenedModel:
-    """Open the `model` of a `ResumePoint`. Raises CheckpointError."""
+def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:
+    """Open the `model` of a `ResumePoint`. Raises CheckpointError. `compare`: as for `open_huggingface`."""
     if has_file(path / "manifest.json"):
         return open_megalite(path, torch.float32)
-    return open_huggingface(Path(str(path)))
+    return open_huggingface(Path(str(path)), compare=compare)
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -130,7 +130,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     resume_point = find_resume_point(settings, ParallelMesh())
     paths = resume_point.candidates.paths
     if resume_point.model is not None and not paths:
-        opened = open_initial_model(resume_point.model)
+        opened = open_initial_model(resume_point.model, compare=False)  # copies are compared where weights are read
         model = asdict(opened.config)
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token

@@ -117,6 +117,6 @@ def generated_by_huggingface_folders(
     folders: Sequence[Path], prompts: Sequence[Sequence[int]], tp: int, pp: int, **rest: Any
 ) -> list[list[Any]]:
     """Return the events of the generation by each folder's model."""
-    cell = Cell(tp=tp, pp=pp)
+    cell = Cell(tp=tp, pp=pp, etp=tp)
     mesh = make_meshes([cell])[cell.split]
     return [list(generate(load_network(open_model(folder), mesh), prompts, **rest)) for folder in folders]

@@ -24,11 +24,14 @@ from tests.harness.covering_array import Row
 from tests.initial_weights import Network
 from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
+from tests.prediction_oracle import Depths
+from tests.prediction_weights import NetworkWithDepths
 
 SEQUENCE = 12
 LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
 LAYERS = 4
 HIDDEN = 16
+DEPTHS_FACTOR = 0.6
 
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
@@ -39,6 +42,13 @@ DELTA = {"grouped": (4, 8, 3, 5, 4), "wide": (4, 4, 6, 2, 2), "plain": (1, 2, 4,
 """Sizes of the gated delta net: (heads of keys, of values, width of each, tokens of the convolution)."""
 KIMI = {"grouped": (8, 3, 4, None), "wide": (4, 6, 2, -5.0), "plain": (1, 4, 4, None), "shared": (4, 2, 4, -1.0)}
 """Sizes of Kimi delta attention: (heads, width, tokens of the convolution, lower bound of the decay)."""
+LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
+    "narrow values": (6, 8, 4, 2, 3),
+    "wide values": (None, 5, 2, 4, 9),
+    "equal": (4, 6, 3, 2, 5),
+    "few": (3, 2, 4, 4, 6),
+}
+"""Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
@@ -135,16 +145,25 @@ class Cell:
     norm_over_heads: bool = False  # of queries and keys, for qk_layernorm
     output_gate: bool = False  # of attention
     no_rope_freq: str | None = None  # layers without rotary positions
+    output_norm_freq: str | None = None  # layers with norms behind their halves
+    latents: str | None = None  # attention over latents of these sizes
+    yarn: bool = False  # with factors of the scores
+    without_positions: bool = False  # for latents: neither a table nor a rotation
     softmax_type: str = "vanilla"
     tied: bool = True
     vocabulary: str = "even"
     parallel_residual: bool = False  # also in families that do not have it
     pattern: str | None = None  # of layers, each one half of a block, with | between stages; None: of LAYERS blocks
     recurrent: str = "grouped"  # sizes of recurrent layers
+    depths: int = 0  # of multi-token prediction
+    depth_letters: str | None = None  # of each of them; None: a layer as the last one
+    repeated: bool = False  # one set of weights for all depths
+    detached: bool = False  # their losses train the depths alone
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
+    standalone: bool = False  # depths on a stage without layers
     schedule: str = "1f1b"  # with interleaved-1f1b, followed by the number of stages per rank
     dp: int = 1
     cp: int = 1
@@ -174,6 +193,7 @@ class Cell:
     shared_overlap: bool = False  # of the shared experts with the exchange
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
+    per_head: bool = False  # matrices of Muon
     steps: int = 1
     first_step: int = 0
     clip_grad: float = 0.0
@@ -216,7 +236,8 @@ class Cell:
             borders = [0, *itertools.accumulate(map(len, self.pattern.split("|")))]
             assert len(borders) == count + 1, f"{self}: other stages than the schedule has"
         else:
-            borders = [stage * layers(self) // count for stage in range(count + 1)]
+            shared = count - self.standalone
+            borders = [stage * layers(self) // shared for stage in range(shared + 1)] + [layers(self)] * self.standalone
         return [
             StageLayers(first, stop - first, embedding=stage == 0, loss=stage == count - 1)
             for stage, (first, stop) in enumerate(itertools.pairwise(borders))
@@ -243,7 +264,9 @@ class Cell:
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
         pattern = self.pattern and self.pattern.replace("|", "")
-        return replace(self, **plain, pattern=pattern, shares=None, compiled=None, infinity_on=None).on_device()
+        return replace(
+            self, **plain, pattern=pattern, standalone=False, shares=None, compiled=None, infinity_on=None
+        ).on_device()
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
@@ -320,6 +343,31 @@ def make_cell(row: Row, **rest: Any) -> Cell:
 
 
 def model_config(cell: Cell) -> ModelConfig:
+    latents = {} if cell.latents is None else latent_options(cell)
+    return replace(_plain_model(cell), **latents) if latents else _plain_model(cell)
+
+
+def latent_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of a network with latent attention that others do not have."""
+    query_rank, rank, keys, rotated, values = LATENTS[cell.latents or ""]
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}
+    return {
+        "multi_latent_attention": cell.pattern is None,
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": rank,
+        "qk_head_dim": keys,
+        "qk_pos_emb_head_dim": rotated,
+        "v_head_dim": values,
+        "latent_norm_epsilon": 1e-3 if cell.qk_layernorm else None,
+        "kv_channels": None,
+        "group_query_attention": False,
+        "num_query_groups": 1,
+        **(yarn | {"yarn_original_max_position_embeddings": 64} if cell.yarn else {}),
+        **({"position_embedding_type": "none"} if cell.without_positions else {}),
+    }
+
+
+def _plain_model(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
     gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
@@ -359,6 +407,7 @@ def model_config(cell: Cell) -> ModelConfig:
         qk_layernorm_over_heads=cell.norm_over_heads,
         attention_output_gate=cell.output_gate,
         no_rope_freq=cell.no_rope_freq,
+        output_norm_freq=cell.output_norm_freq,
         softmax_type="learnable" if oss else cell.softmax_type,  # type: ignore[arg-type]
         swiglu=llama and not gemma,
         geglu=gemma,
@@ -370,6 +419,11 @@ def model_config(cell: Cell) -> ModelConfig:
         vocab_size=vocabulary,
         make_vocab_size_divisible_by=divisor,
         init_method_std=0.2,
+        mtp_num_layers=cell.depths or None,
+        mtp_hybrid_override_pattern=cell.depth_letters,
+        mtp_loss_scaling_factor=DEPTHS_FACTOR if cell.depths else ModelConfig.mtp_loss_scaling_factor,
+        mtp_use_repeated_layer=cell.repeated,
+        mtp_detach_heads=cell.detached,
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
     )
@@ -378,19 +432,20 @@ def model_config(cell: Cell) -> ModelConfig:
 def recurrent_options(cell: Cell) -> dict[str, Any]:
     """Return the options of recurrent layers; none in networks without them. Chunks are shorter than samples."""
     options: dict[str, Any] = {}
-    if "M" in (cell.pattern or ""):
+    letters = (cell.pattern or "") + (cell.depth_letters or "")
+    if "M" in letters:
         names = ("num_heads", "num_groups", "head_dim", "state_dim", "conv_kernel_dim")
         options |= {f"mamba_{name}": size for name, size in zip(names, MAMBA[cell.recurrent], strict=True)}
         options["mamba_chunk_size"] = 5
-    if "G" in (cell.pattern or ""):
+    if "G" in letters:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         options |= {f"linear_{name}": size for name, size in zip(names, DELTA[cell.recurrent], strict=True)}
         options |= {"linear_chunk_size": 4, "linear_allow_neg_eigval": cell.recurrent == "wide"}
-    if "K" in (cell.pattern or ""):
+    if "K" in letters:
         names = ("num_heads", "head_dim", "conv_kernel_dim", "lower_bound")
         options |= {f"kda_{name}": size for name, size in zip(names, KIMI[cell.recurrent], strict=True)}
         options["kda_chunk_size"] = 4
-    if "L" in (cell.pattern or ""):
+    if "L" in letters:
         options["short_conv_kernel_dim"], options["short_conv_bias"] = CONVOLUTION[cell.recurrent]
     return options
 
@@ -438,7 +493,9 @@ def network(cell: Cell) -> Network:
     gemma = cell.family in ("gemma", "gemma3")
     plain, oss = cell.family in LLAMAS or gemma, cell.family == "gpt-oss"
     family = cell.family
-    return Network(
+    return NetworkWithDepths(
+        depths=min(cell.depths, 1) if cell.repeated else cell.depths,
+        letters=cell.depth_letters,
         layers=layers(cell),
         pattern=cell.pattern and cell.pattern.replace("|", ""),
         hidden=HIDDEN,
@@ -455,6 +512,7 @@ def network(cell: Cell) -> Network:
         gated=plain or oss,
         tied=cell.tied,
         sandwich=gemma,
+        behind=tuple(json.loads(cell.output_norm_freq or "[]")),
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
         norm_over_heads=cell.norm_over_heads,
         output_gate=cell.output_gate,
@@ -470,6 +528,7 @@ def network(cell: Cell) -> Network:
         convolution=CONVOLUTION[cell.recurrent],
         kimi=KIMI[cell.recurrent],
         router_bias=oss,
+        latents=None if cell.latents is None else LATENTS[cell.latents],
     )
 
 
@@ -483,6 +542,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         adam_eps=1e-6,
         sgd_momentum=0.9,
         muon_nesterov=True,
+        muon_split_qkv_per_head=cell.per_head,
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,
         adafactor_eps=1e-12,
@@ -510,6 +570,11 @@ def oracle(cell: Cell) -> Oracle:
     if cell.no_rope_freq is not None:
         plain = oracle(replace(cell, no_rope_freq=None))
         return replace(plain, unrotated=tuple(n for n, one in enumerate(json.loads(cell.no_rope_freq)) if one))
+    if cell.latents is not None:
+        found = replace(oracle(replace(cell, latents=None)), latent_epsilon=1e-3 if cell.qk_layernorm else None)
+        yarn = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original": 64, "yarn_mscales": (0.7, 0.4)}
+        found = replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
+        return replace(found, position_embedding_type="none") if cell.without_positions else found
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])
         return replace(oracle(replace(cell, pattern=None)), pattern=cell.pattern.replace("|", ""), mixers=mixers)
@@ -550,6 +615,10 @@ def oracle(cell: Cell) -> Oracle:
         score_cap=2.0,
         logit_cap=3.0,
     )
+
+
+def depths(cell: Cell) -> Depths:
+    return Depths(cell.depths, cell.depth_letters, cell.repeated, cell.detached, DEPTHS_FACTOR)
 
 
 def sample_numbers(cell: Cell, step: int) -> range:

@@ -16,6 +16,7 @@ from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import (
     Cell,
     batch,
+    depths,
     dropout,
     loss_terms,
     network,
@@ -161,9 +162,14 @@ def expected(alone: Cell) -> Expected:
         biases = {name.removesuffix("expert_bias"): bias for name, bias in states.items() if "expert_bias" in name}
         offsets = {name.removesuffix("quantile_offset"): each for name, each in states.items() if "offset" in name}
         routing = Routing(biases, whole.padding, offsets=offsets)
-        logits = oracle(alone).logits(weights, *fields, dropout(alone, step, SEED), routing)
+        dropped = dropout(alone, step, SEED)
+        normed = oracle(alone).normed(weights, *fields, dropped, routing)
+        logits = oracle(alone).logits_of(weights, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
-        loss = total / count.clamp(min=1.0)
+        text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)
+        shared = (whole.positions, whole.document_ids, whole.loss_mask, dropped, routing)
+        further = depths(alone).losses(oracle(alone), weights, normed, text, *shared, **loss_terms(alone))
+        loss = total / count.clamp(min=1.0) + sum(further)
         experts = oracle(alone).experts
         if experts is not None:
             loads = [states.get(f"{name}previous_load", _even(record)) for name, record in routing.records.items()]
@@ -229,7 +235,9 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     rest = [group for group in groups if all(group is not other for other in whole)]
     betas = (config.adam_beta1, config.adam_beta2)
     adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
-    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov)] if whole else [adam]
+    if not whole:
+        return [adam]
+    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head)]
 
 
 def group_of(name: str) -> str:

@@ -369,9 +369,9 @@ def data_parallel(cell: Cell) -> DataParallel:
 def local_micro_batches(cell: Cell, step: int, dp_rank: int, cp_rank: int = 0) -> Iterator[MicroBatch]:
     """Yield this rank's part of the step's samples, in Megatron-LM's order."""
     whole, size = batch(cell, step), cell.micro_batch_size
-    attention = [layer for layer in model_config(cell).layers if layer.mixer is not None]
+    attention = [layer for layer in model_config(cell).passed_layers if layer.mixer is not None]
     layers = Counter((layer.keys_before, head_ranks(vars(cell))) for layer in attention)
-    cutting = Cutting(cell.cp, cp_rank, cell.chunks, layers)
+    cutting = Cutting(cell.cp, cp_rank, cell.chunks, layers, cell.depths)
     deal = shares_of(cell, dp_rank).deal(micro_batches_of(cell))
     for slot, samples in enumerate(deal.samples(0, size) + [range(size)] * deal.empty):
         own = slice(samples.start, samples.stop)

@@ -110,9 +110,11 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.wide
 def test_recurrent_layers_are_left_out_but_for_their_projections(rank_pools: RankPools) -> None:
-    """Letters of one kind share what is compiled."""
+    """Letters of one kind share what is compiled. Of latent attention its norms and its rotation are compiled, too."""
     rest = {"dp": 1, "cp": 2, "documents": True, "compiled": "aot_eager"}
     cells = [make_cell(rest | {"pattern": pattern}, steps=2) for pattern in ("MGL*K-", "MMGLLL*KK--")]
+    latents = {"latents": "narrow values", "qk_layernorm": True, "family": "llama", "pattern": "+-+-"}
+    cells += [make_cell(rest | latents | more, steps=2) for more in ({}, {"cp": 1, "tp": 2})]
     results, graphs = run(rank_pools, cells)
     for cell, result in zip(cells, results, strict=True):
         assert_as_expected(cell, result)

@@ -201,7 +201,8 @@ def test_under_a_launcher_with_a_group_one_rank_speaks_too(tmp_path: Path) -> No
     path = write(GROUP + program, tmp_path)
     result = subprocess.run([*command, path], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1, result.stderr
-    assert result.stderr.count("error: disk full\n") == 1
+    assert result.stderr.splitlines().count("error: disk full") == 1
+    assert "traceback : error: disk full\n" in result.stderr  # under the launcher's Root Cause
 
 
 @pytest.mark.parametrize("report", [b"", b"x", b"-1 0 x", b"-1 " + b"9" * 5000, b"\xff \xfe"])

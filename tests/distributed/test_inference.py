@@ -35,6 +35,9 @@ CELLS = (
     Cell("gpt2", pattern="K*K"),
     Cell("gemma3", key_values="gqa", output_gate=True, no_rope_freq=str(NO_ROPE), softmax_type="learnable"),
     Cell("gpt-oss", qk_layernorm=True, norm_over_heads=True),
+    Cell("llama", latents="narrow values", qk_layernorm=True, yarn=True),
+    Cell("gpt2", latents="wide values", pattern="+-G+", output_gate=True),
+    Cell("deepseek", latents="few", qk_layernorm=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 

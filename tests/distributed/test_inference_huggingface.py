@@ -25,6 +25,17 @@ NAMES = (
     "nemotron-h-dense",
     "qwen3.5",
     "lfm2",
+    "olmo-hybrid",
+    "qwen3-next",
+    "nemotron-3",
+    "granite",
+    "gpt-oss",
+    "minimax-m2",
+    "olmoe",
+    "deepseek-v2",
+    "deepseek-v3",
+    "moonlight",
+    "kimi-linear",
 )
 PROMPTS = [[31, 41, 59, 26, 53, 58, 9, 7, 9], [3, 23], [8, 46, 26, 43, 38]]
 NEW, EOD = 10, 5

@@ -116,8 +116,9 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 @pytest.mark.parametrize("pattern", wide_except(["MG", "KL"], []))
 def test_matrices_of_layers_are_those_of_muon(pattern: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1, "pattern": pattern, "dp": 2, "zero": 1, **SP}, optimizer="muon", steps=2)
-    (result,) = run(rank_pools, [cell])
-    assert_as_expected(cell, result)
+    cells = [cell, replace(cell, per_head=True)]
+    for each, result in zip(cells, run(rank_pools, cells), strict=True):
+        assert_as_expected(each, result)
 
 
 @pytest.mark.parametrize("name", wide_except(LOADS, ["tp2 to pp2"]))

@@ -20,6 +20,7 @@ from tests.distributed.test_layouts import DROPOUT, PLAINEST
 from tests.harness.close import assert_number_close
 from tests.harness.covering_array import Row, covering_array, uncovered
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 STEPS = 3  # each of the learning rates, and one of the decays twice: see `layout_cell.rates`
 STEPS_OF_MANY = 2  # a third step only adds other rates, which do not depend on the number of ranks
@@ -106,6 +107,23 @@ def test_parameters_after_steps_on_many_ranks_are_the_oracles(world_size: int, r
 def test_parameters_after_steps_are_the_oracles_on_triples(world_size: int, rank_pools: RankPools) -> None:
     found = covering_array(FACTORS, valid, TRIPLES)
     check(rank_pools, [row for row in found if ranks(row) == world_size], STEPS)
+
+
+OF_HEADS: dict[str, Row] = {
+    "groups on two ranks": {"tp": 2, "dp": 1, "key_values": "uneven6"},
+    "zero3": {"dp": 3, "zero": 3, "key_values": "mqa", "overlap": "reduce and gather"},
+    "gates": {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "key_values": "gqa", "output_gate": True},
+    "experts": {"tp": 1, "ep": 2, "dp": 2, "family": "mixtral", "key_values": "mha"},
+}
+"""Layouts on which Muon has a matrix for each head."""
+
+
+@pytest.mark.parametrize("name", wide_except(OF_HEADS, ["groups on two ranks", "zero3"]))
+def test_each_head_has_matrices_of_its_own(name: str, rank_pools: RankPools) -> None:
+    row = {"cp": 1, "pp": 1, "family": "llama"} | OF_HEADS[name]
+    cell = make_cell(row, optimizer="muon", per_head=True, steps=STEPS_OF_MANY)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])

@@ -97,15 +97,20 @@ FEW: list[Row] = [
     {"pattern": "MG*-", "offload": "modules", "dropout": 0.1},
     {"pattern": "GM-E", "family": "mixtral", "cp": 2, "offload": "some modules", "recompute": "selective"},
     {"pattern": "M-|G*", "pp": 2, "offload": "1 layer", "recompute": "selective"},
+    {"pattern": "+-G+", "latents": "narrow values", "qk_layernorm": True, "cp": 2, "offload": "modules"},
 ]
 """Rows with what is not the plainest in them."""
 
 
 def check(rank_pools: RankPools, rows: Sequence[Row]) -> None:
-    """Run two steps of each row with and without offloading, and compare the bits."""
+    """Run two steps of each row with activations that are offloaded and that stay, and compare the bits.
+
+    Optimizer state and slices of the weights stay where they are: slices on the host may sum in another order, as
+    `test_layouts_offload` says.
+    """
     for size in sorted({ranks(row) for row in rows}):
         cells = [cell_of(row, late=number % 2 == 1) for number, row in enumerate(rows) if ranks(row) == size]
-        results = run(rank_pools, [each for cell in cells for each in (cell, cell.on_device())])
+        results = run(rank_pools, [each for cell in cells for each in (cell, replace(cell, offload=None))])
         for cell, offloaded, plain in zip(cells, results[::2], results[1::2], strict=True):
             assert_same_bits(offloaded, plain, str(cell))
 
@@ -116,8 +121,8 @@ def cell_of(row: Row, *, late: bool) -> Cell:
     return make_cell(chosen, steps=2, optimizer="adam", samples=4, late_copies=late, offload=OFFLOADS[row["offload"]])
 
 
-@pytest.mark.wide_except("0", "2")
-@pytest.mark.parametrize("number", wide_except(range(len(FEW)), [0, 2, 3, 6]))
+@pytest.mark.wide_except("0", "2", "9")
+@pytest.mark.parametrize("number", wide_except(range(len(FEW)), [0, 2, 3, 6, 9]))
 def test_bits_are_those_of_activations_that_stay(number: int, rank_pools: RankPools) -> None:
     plain = {name: values[0] for name, values in FACTORS.items()} | {"family": "llama"}
     check(rank_pools, [plain | FEW[number]])

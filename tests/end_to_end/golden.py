@@ -59,9 +59,17 @@ QWEN_3_5 = replace(
     linear_value_head_dim=16, linear_chunk_size=8,
 )  # fmt: skip
 LFM2 = replace(LLAMA, num_layers=6, hybrid_layer_pattern="L-L-*-", untie_embeddings_and_output_weights=False)
+DEEPSEEK_V3 = replace(
+    LLAMA, group_query_attention=False, num_query_groups=1, multi_latent_attention=True, q_lora_rank=12,
+    kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6, latent_norm_epsilon=1e-6,
+    position_embedding_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=16,
+    mscale_all_dim=1.0,
+)  # fmt: skip
 FAMILIES = {
     "gpt2": GPT2, "llama": LLAMA, "hybrid": HYBRID, "nemotron-h": NEMOTRON_H, "qwen3.5": QWEN_3_5, "lfm2": LFM2,
+    "deepseek-v3": DEEPSEEK_V3,
 }  # fmt: skip
+"""Without experts: a choice that is as good as even would depend on the kind of processor."""
 
 
 def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:

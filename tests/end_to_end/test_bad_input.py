@@ -362,7 +362,7 @@ def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
 def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
     """Two failed saves are reported and tolerated; the third ends the run."""
     run = place.copy_of_good()
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == 1 else None"
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000)) if rank == 1 else None"
     flags = [*MOCK, *SHORT, "--train-iters", 20, "--save", run, "--save-interval", 2, "--resume", "auto"]
     message = refused(93, PRETRAIN, *flags, before=limit)
     assert "saving iteration 8 to" in message
@@ -374,7 +374,7 @@ def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refused) -> None:
-    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == {rank} else None"
+    limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000)) if rank == {rank} else None"
     flags = ["--save", place.folder / "run", "--exit-interval", 1, "--use-distributed-optimizer"]
     message = refused(93, PRETRAIN, *MOCK, *SHORT, *flags, before=limit)
     assert f"rank {rank}" in message

@@ -292,10 +292,11 @@ def test_recipes_with_patterns(train: Callable[..., str], name: str) -> None:
     assert "step 3/3" in train(name, *tokens(60), *TINY[2:], *small)
 
 
-def test_a_tiny_hybrid_learns(train: Callable[..., str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "changed"), [("tiny_hybrid", "32 --lr 2e-2"), ("deepseek_tiny", "64 --lr 7e-3")])
+def test_a_tiny_network_learns(train: Callable[..., str], name: str, changed: str, tmp_path: Path) -> None:
     """Its first steps, on shorter samples."""
     save = ("--save", str(tmp_path / "run"))
-    train("tiny_hybrid.yaml", "--mock-data", "--seq-length", "32", "--train-iters", "30", "--lr", "2e-2", *save)
+    train(f"{name}.yaml", "--mock-data", "--train-iters", "30", "--seq-length", *words(changed), *save)
     losses = [json.loads(line).get("lm_loss") for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [loss for loss in losses if loss is not None]
     assert len(steps) == 30

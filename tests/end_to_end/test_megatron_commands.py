@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,14 @@ WIDE = {
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async": (2, 1),
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async_mcore": (4, 2),
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_sync": (2, 1),
+    "gpt/gpt3_mcore_te_tp2_pp2_mla": (4, 1),
+    "gpt/gpt3_mcore_te_tp2_pp2_mla_1node": (2, 1),
+    "moe/deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap": (2, 1),
+    "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed": (4, 1),
+    "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release": (4, 1),
+    "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release_sm": (8, 1),
+    "mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release": (4, 1),
+    "mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release_sm": (8, 2),
     "hybrid/hybrid_mr_mcore_te_tp1_pp1_cp1_dgx_a100_1N8G": (2, 2),
     "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G": (2, 1),
     "hybrid/hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G": (4, 1),
@@ -81,8 +89,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(spawn: Callable[..., Job], files: Path, tmp_path: Path) -> Train:
     """Run a command with further flags on this number of ranks; return the output."""
 
-    def run(name: str, ranks: int, replicas: int, *more: str, expected: int = 0) -> str:
-        flags = scaled(command(name), files, tmp_path, ranks, replicas)
+    def run(name: str, ranks: int, replicas: int, *more: str, without: Sequence[str] = (), expected: int = 0) -> str:
+        flags = scaled(command(name), files, tmp_path, ranks, replicas, without)
         program = PRETRAIN.with_name("pretrain_hybrid.py") if name.startswith("hybrid/") else PRETRAIN
         out = ended(spawn([program, *flags, *more], ranks), expected).stdout
         assert all(note in out for note in parse_arguments(flags).notes)
@@ -106,6 +114,16 @@ def test_a_command_resumes(name: str, ranks: int, replicas: int, train: Train, t
     assert iterations(tmp_path / "run") == [*range(1, half + 1)]
     out = train(name, ranks, replicas)
     assert f"continues from {tmp_path}/run/iter_{half:07d}" in out
+    check(tmp_path / "run")
+
+
+@pytest.mark.wide
+def test_a_command_trains_the_weights_of_another_run(train: Train, tmp_path: Path) -> None:
+    """The same command makes these weights, because those that it names are not public."""
+    name = "nemotron/nemotron3_5_lightning_no_load_optim_tp1_pp1_cp1_ep4_dgx_gb200_1N4G"
+    train(name, 2, 1, "--save", str(tmp_path / "load"), without=["load", "finetune", "no-load-optim", "no-load-rng"])
+    out = train(name, 4, 2)
+    assert f"weights of {tmp_path}/load" in out
     check(tmp_path / "run")
 
 

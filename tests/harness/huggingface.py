@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -57,6 +60,18 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "partial_rotary_factor": 0.5,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "rms_norm_eps": 0.1,  # so that small outputs, and their rounding, are not made large; latents' norms have 1e-6
+}
+_LATENT_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
 
@@ -136,6 +151,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "olmo2": (transformers.Olmo2Config, {"rope_theta": 500.0}),
     "olmoe": (transformers.OlmoeConfig, {"head_dim": 6, "num_experts": 5, "num_experts_per_tok": 3}),
     "minimax-m2": (
         transformers.MiniMaxM2Config,
@@ -233,6 +249,25 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "shared_expert_intermediate_size": 12,
         },
     ),
+    "olmo-hybrid": (
+        transformers.OlmoHybridConfig,
+        {
+            # One that remembers: with writes twice as strong, rounding grows from one to the next.
+            "layer_types": ["full_attention", "full_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "olmo-hybrid-without-positions": (
+        transformers.OlmoHybridConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"],
+            "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+            "linear_allow_neg_eigval": False,
+            "linear_value_head_dim": 6,
+        },
+    ),
     "lfm2": (
         transformers.Lfm2Config,
         {
@@ -250,6 +285,73 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
             "rope_theta": 1e4,
+        },
+    ),
+    "deepseek-v2": (
+        transformers.DeepseekV2Config,
+        _LATENT
+        | {
+            "q_lora_rank": 12,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 4.0,
+            "rope_parameters": _LATENT_YARN | {"mscale": 0.7, "mscale_all_dim": 1.5},
+            "max_position_embeddings": 128,
+        },
+    ),
+    "deepseek-v2-lite": (
+        transformers.DeepseekV2Config,
+        _LATENT | {"q_lora_rank": None, "n_shared_experts": 1, "v_head_dim": 16, "rms_norm_eps": 1e-6},
+    ),
+    "deepseek-v3": (
+        transformers.DeepseekV3Config,
+        _LATENT
+        | {
+            "q_lora_rank": 12,
+            "first_k_dense_replace": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0},
+            "max_position_embeddings": 128,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "moonlight": (
+        transformers.DeepseekV3Config,
+        _LATENT
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rope_theta": 5e4,
+            "tie_word_embeddings": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "kimi-linear": (
+        transformers.KimiLinearConfig,
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 5,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 12,
+            "rms_norm_eps": 1e-2,
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 4],
+                "full_attn_layers": [3],
+                "num_heads": 2,
+                "head_dim": 6,
+                "short_conv_kernel_size": 3,
+            },
         },
     ),
     "gpt-oss": (
@@ -302,6 +404,10 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 }
 
 
+_HEADS_OF_HIDDEN = (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig)
+_HEADS_OF_HIDDEN += (transformers.Olmo2Config, transformers.OlmoHybridConfig)
+_HEADS_OF_HIDDEN += (transformers.DeepseekV2Config, transformers.DeepseekV3Config, transformers.KimiLinearConfig)
+"""Families in which the width of a head follows from other sizes."""
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
 _LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
 
@@ -314,7 +420,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig):
+    elif kind in _HEADS_OF_HIDDEN:
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))
@@ -350,8 +456,87 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **options: Any) -> PreTrainedModel:
     """Write such a model as `save_pretrained` does, and return it."""
     model = make_model(make_config(name, changes))
+    original = "save_original_format" not in options
+    if original and model.config.model_type == "olmo_hybrid":
+        model.save_pretrained(folder, **options, save_original_format=False)
+        write_published_olmo_hybrid(folder)
+        return model
     model.save_pretrained(folder, **options)
+    if original and model.config.model_type == "kimi_linear":
+        write_published_kimi_linear(folder)
     return model
+
+
+def add_prediction_layers(folder: Path, depths: int, seed: int = 7) -> dict[str, Tensor]:
+    """Give a folder layers that predict further tokens, as DeepSeek-V3 is published, and return all its tensors."""
+    config = json.loads((folder / "config.json").read_text())
+    layers, tensors = config["num_hidden_layers"], load_file(folder / "model.safetensors")
+    begin, generator = f"model.layers.{layers - 1}.", torch.Generator().manual_seed(seed)
+    own = {name.removeprefix(begin): tensor for name, tensor in tensors.items() if name.startswith(begin)}
+    word = tensors["model.embed_tokens.weight"]
+    one, width = torch.ones(word.shape[1]), word.shape[1]
+    own |= {f"{name}.weight": one for name in ("enorm", "hnorm", "shared_head.norm")}
+    own |= {"eh_proj.weight": torch.empty(width, 2 * width)}
+    for number in range(layers, layers + depths):
+        for name, like in own.items():
+            values = torch.randn(like.shape, generator=generator)
+            scale = 0.1 if "bias" in name else 0.3
+            around = float(name.endswith("norm.weight"))
+            tensors[f"model.layers.{number}.{name}"] = (values * scale + around) * (0.2 if "shared" in name else 1.0)
+        tensors[f"model.layers.{number}.embed_tokens.weight"] = word.clone()
+        tensors[f"model.layers.{number}.shared_head.head.weight"] = tensors.get("lm_head.weight", word).clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": depths}))
+    return tensors
+
+
+@torch.no_grad()
+def logits_of_depths(folder: Path, depths: int, ids: Tensor) -> list[Tensor]:
+    """Return the logits [batch, sequence - depth, vocabulary] of each depth, as transformers computes them."""
+    model, _ = load(folder)
+    layers = model.config.num_hidden_layers
+    # transformers 5.24 knows only the numbers of published models.
+    numbers = "|".join(str(layers + depth) for depth in range(depths))
+    model._keys_to_ignore_on_load_unexpected = [rf"layers\.(?:{numbers})\."]
+    predicting = MtpModel.from_pretrained(model).eval()
+    hidden, found = model(input_ids=ids, output_hidden_states=True).hidden_states[-1], []
+    for depth in range(1, depths + 1):
+        hidden, later = hidden[:, :-1], ids[:, depth:]
+        positions = torch.arange(later.shape[1])[None]
+        hidden = predicting.forward_layer(depth - 1, hidden, positions, None, input_ids=later)
+        found.append(model.lm_head(hidden))
+    return found
+
+
+def write_published_kimi_linear(folder: Path) -> None:
+    """Give the dense layers of a folder the names of published files: transformers 5.24 gives them the experts'."""
+    named = {
+        re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_published_olmo_hybrid(folder: Path) -> None:
+    """Give the tensors of a folder the names and the cuts of published files.
+
+    transformers 5.24 reads them, but writes convolutions cut into three equal parts, and another norm's name.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    found: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer = int(name.split(".")[2]) if "layers." in name else None
+        if name.endswith("conv1d.weight"):
+            sizes = [keys, keys, len(tensor) - 2 * keys]
+            for part, rows in zip("qkv", tensor.split(sizes), strict=True):
+                found[name.replace("conv1d", f"{part}_conv1d")] = rows.contiguous()
+        elif layer is not None and config["layer_types"][layer] == "linear_attention":
+            of_mlp = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+            found[of_mlp.replace("input_layernorm", "attention_layer_norm")] = tensor
+        else:
+            found[name] = tensor
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -14,13 +14,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 
 Names = Literal["local", "transformer engine"]
 Form = Literal["stacked", "per layer", "legacy", "own norms"]
 """Form of a checkpoint: one key for all layers; one key per layer, also with norms by themselves; one file per rank."""
+NORMS_OF_LATENTS = {
+    f"self_attention.{name}_layernorm.": f"self_attention.linear_{name}_up_proj.layer_norm_" for name in ("q", "kv")
+}
+"""Names of norms of modules of their own, and in Transformer Engine's fused layers."""
 Build = Callable[[ModelConfig, int, Names], Any]
 """Function that builds a network on so many tensor-parallel ranks, whose norms have these names."""
 
@@ -110,6 +115,15 @@ def _expert_options(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _latent_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options of latent attention. Its rotation is YaRN, which is plain with a factor of 1."""
+    if not model.has_latents:
+        return {}
+    names = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base rotary_scaling_factor
+        mscale mscale_all_dim""".split()  # noqa: SIM905
+    return {name: getattr(model, name) for name in names}
+
+
 def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local") -> Any:
     """Build a network.
 
@@ -118,6 +132,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
 
     config = transformer_config(model, tensor_parallel_size)
     if model.position_embedding_type == "yarn":
@@ -125,7 +140,17 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
         config.yarn_mscale, config.yarn_mscale_all_dim = model.mscale, model.mscale_all_dim
         for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int"):
             setattr(config, f"yarn_{name}", getattr(model, f"yarn_{name}"))
-    spec: Any = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    spec: Any = get_gpt_layer_local_spec(
+        qk_layernorm=model.qk_layernorm, normalization=model.normalization, multi_latent_attention=model.has_latents
+    )
+    if model.has_latents:
+        latents = spec.submodules.self_attention.submodules
+        latents.core_attention = Core
+        if model.q_lora_rank is None:
+            latents.q_layernorm = IdentityOp
+        if names == "transformer engine":
+            fused = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+            spec.submodules.sharded_state_dict_keys_map = NORMS_OF_LATENTS | fused
     if model.num_experts is not None:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=model.normalization)
         for layer, description in zip(model.layers, spec.layer_specs, strict=True):
@@ -142,12 +167,13 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
 
 def network_options(model: ModelConfig, tensor_parallel_size: int) -> dict[str, Any]:
     """Return the arguments of a network beside its configuration and the kinds of its layers."""
+    kind = model.position_embedding_type
     return {
         "vocab_size": model.padded_vocab_size(tensor_parallel_size),
         "max_sequence_length": model.max_position_embeddings or 0,
         "parallel_output": False,
         "share_embeddings_and_output_weights": not model.untie_embeddings_and_output_weights,
-        "position_embedding_type": model.position_embedding_type,
+        "position_embedding_type": "rope" if model.has_latents and kind == "yarn" else kind,  # see `_latent_options`
         "rotary_percent": model.rotary_percent,
         "rotary_base": model.rotary_base,
         "seq_len_interpolation_factor": model.rotary_seq_len_interpolation_factor,
@@ -156,14 +182,14 @@ def network_options(model: ModelConfig, tensor_parallel_size: int) -> dict[str, 
 
 def transformer_config(model: ModelConfig, tensor_parallel_size: int, **options: Any) -> Any:
     """Return the configuration of a network's layers, with further options of it."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     activation: Any = torch.nn.functional.gelu
     if model.swiglu:
         activation = torch.nn.functional.silu
     if model.squared_relu:
         from megatron.core.activations import squared_relu as activation
-    return TransformerConfig(
+    return (MLATransformerConfig if model.has_latents else TransformerConfig)(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -189,8 +215,22 @@ def transformer_config(model: ModelConfig, tensor_parallel_size: int, **options:
         apply_rope_fusion=False,
         rotary_interleaved=model.rotary_interleaved,
         **_expert_options(model),
+        **_latent_options(model),
         **options,
     )
+
+
+class Core(nn.Module):
+    """Causal attention with values of another width than keys, which Megatron-LM has in Transformer Engine alone."""
+
+    def __init__(self, config: Any, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        heads = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
 @contextlib.contextmanager
@@ -201,6 +241,7 @@ def ready(tensor_parallel_size: int) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
     results: queue.Queue[Any] = queue.Queue()
 
@@ -226,6 +267,7 @@ def ready(tensor_parallel_size: int) -> Iterator[None]:
     filesystem_async.get_write_results_queue = lambda: results  # its name since 0.19
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
     moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False
     parallel_state.initialize_model_parallel(tensor_parallel_size)
     try:
         # Compiling its fused functions would take ten seconds.

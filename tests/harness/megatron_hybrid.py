@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from tests.harness import megatron_core
-from tests.harness.megatron_core import Form, Names, network_options, transformer_config
+from tests.harness.megatron_core import NORMS_OF_LATENTS, Core, Form, Names, network_options, transformer_config
 
 
 def save(
@@ -34,6 +34,29 @@ def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size:
     """Return the logits of a network loaded from a folder, all of whose tensors it must use, and the rest of it."""
     _stand_in()
     return megatron_core.load(model, folder, tokens, tensor_parallel_size, _build)
+
+
+def depths(
+    model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int, args: dict[str, Any] | None = None
+) -> Tensor:
+    """Return what enters the output layer at each depth from 0 on, [depths + 1, tokens, batch, hidden].
+
+    The network is loaded from a folder, all of whose tensors it must use; or, with the arguments of a run, saved there
+    as `save` does.
+    """
+    _stand_in()
+    found: list[Tensor] = []
+
+    def build(*arguments: Any) -> Any:
+        network = _build(*arguments)
+        network.mtp.register_forward_hook(lambda module, given, output: found.append(output))
+        return network
+
+    if args is None:
+        megatron_core.load(model, folder, tokens, tensor_parallel_size, build)
+    else:
+        megatron_core.save(model, args, folder, tokens, tensor_parallel_size, "per layer", build)
+    return found[-1].unflatten(0, (1 + model.depths, -1)).clone()
 
 
 def _build(model: ModelConfig, tensor_parallel_size: int, names: Names) -> Any:
@@ -62,16 +85,19 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names) -> Any:
         linear_value_head_dim=model.linear_value_head_dim,
         linear_num_key_heads=model.linear_num_key_heads,
         linear_num_value_heads=model.linear_num_value_heads,
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_use_repeated_layer=model.mtp_use_repeated_layer,
     )
+    of_depths = f"/{model.mtp_hybrid_override_pattern}" * model.depths
     return HybridModel(
         config,
-        _stack(names == "transformer engine", model.num_experts),
-        hybrid_layer_pattern=model.hybrid_layer_pattern,
+        _stack(names == "transformer engine", model),
+        hybrid_layer_pattern=f"{model.hybrid_layer_pattern}{of_depths}",
         **network_options(model, tensor_parallel_size),
     )
 
 
-def _stack(fused_names: bool, experts: int | None) -> Any:
+def _stack(fused_names: bool, model: ModelConfig) -> Any:
     """Return the kinds of layers, as `hybrid_layer_specs` has them, without Transformer Engine."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -84,7 +110,15 @@ def _stack(fused_names: bool, experts: int | None) -> Any:
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -92,14 +126,14 @@ def _stack(fused_names: bool, experts: int | None) -> Any:
     def keys(own: str, fused: str) -> dict[str, dict[str, str]]:
         return {"sharded_state_dict_keys_map": {own: fused} if fused_names else {}}
 
-    def mixer(module: Any, submodules: Any, fused: str, **params: Any) -> ModuleSpec:
+    def mixer(module: Any, submodules: Any, names: dict[str, Any], **params: Any) -> ModuleSpec:
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=WrappedTorchNorm,
                 self_attention=ModuleSpec(module=module, params=params, submodules=submodules),
                 self_attn_bda=get_bias_dropout_add,
-                **keys("input_layernorm.", f"self_attention.{fused}.layer_norm_"),
+                **names,
             ),
         )
 
@@ -111,7 +145,22 @@ def _stack(fused_names: bool, experts: int | None) -> Any:
             ),
         )
 
+    def fused_with(matrix: str) -> dict[str, Any]:
+        return keys("input_layernorm.", f"self_attention.{matrix}.layer_norm_")
+
+    norm_of_latents = WrappedTorchNorm if model.qk_layernorm else IdentityOp
+    to_latents = ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")
     projections = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    depth = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=WrappedTorchNorm,
+            hnorm=WrappedTorchNorm,
+            eh_proj=ColumnParallelLinear,
+            mtp_model_layer=None,  # made by the pattern
+            layer_norm=WrappedTorchNorm,
+        ),
+    )
     matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=HybridStack,
@@ -126,14 +175,28 @@ def _stack(fused_names: bool, experts: int | None) -> Any:
                 ),
             ),
             gdn_layer=mixer(
-                GatedDeltaNet, GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **projections), "in_proj"
+                GatedDeltaNet,
+                GatedDeltaNetSubmodules(out_norm=WrappedTorchNorm, **projections),
+                fused_with("in_proj"),
             ),
             attention_layer=mixer(
                 SelfAttention,
                 SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
                 ),
-                "linear_qkv",
+                fused_with("linear_qkv"),
+                attn_mask_type=AttnMaskType.causal,
+            ),
+            mla_layer=mixer(
+                MLASelfAttention,
+                MLASelfAttentionSubmodules(
+                    **{f"linear_{name}": ColumnParallelLinear for name in to_latents},
+                    core_attention=Core,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=norm_of_latents if model.q_lora_rank else IdentityOp,
+                    kv_layernorm=norm_of_latents,
+                ),
+                {"sharded_state_dict_keys_map": NORMS_OF_LATENTS if fused_names else {}},
                 attn_mask_type=AttnMaskType.causal,
             ),
             mlp_layer=feed_forward(
@@ -141,7 +204,12 @@ def _stack(fused_names: bool, experts: int | None) -> Any:
                 functools.partial(MLP.as_mlp_submodule, submodules=matrices),
                 keys("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
             ),
-            moe_layer=feed_forward(TransformerLayer, get_moe_module_spec(use_te=False, num_experts=experts or 1), {}),
+            moe_layer=feed_forward(
+                TransformerLayer, get_moe_module_spec(use_te=False, num_experts=model.num_experts or 1), {}
+            ),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+            ),
         ),
     )
 

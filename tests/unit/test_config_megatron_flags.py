@@ -200,6 +200,97 @@ def test_no_position_embedding_leaves_rotary_embeddings_alone(order: int) -> Non
     assert config.model.position_embedding_type == "rope"
 
 
+LATENTS = [*MINIMAL, "--multi-latent-attention", "--max-position-embeddings", "8"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "note"),
+    [
+        ("--position-embedding-type rope", ("rope", 1.0), None),
+        ("", ("learned_absolute", 1.0), None),
+        ("--no-position-embedding", ("rope", 1.0), None),
+        (
+            "--position-embedding-type rope --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0",
+            ("yarn", 40.0),
+            "--rotary-scaling-factor 40: is --position-embedding-type yarn "
+            "--yarn-original-max-position-embeddings 4096 here, for latent attention",
+        ),
+        (
+            "--rotary-scaling-factor 40 --position-embedding-type rope --rope-type yarn "
+            "--yarn-original-max-position-embeddings 64",
+            ("yarn", 40.0),
+            "--rotary-scaling-factor 40: is --position-embedding-type yarn --yarn-original-max-position-embeddings 64 "
+            "here, for latent attention",
+        ),
+        (
+            "--position-embedding-type rope --rotary-scaling-factor 40 --rope-type rope",
+            ("rope", 1.0),
+            "--rotary-scaling-factor 40: changes nothing, since --rope-type is rope",
+        ),
+        ("--position-embedding-type rope --rope-type rope", ("rope", 1.0), "--rope-type rope: already so"),
+        (
+            "--position-embedding-type rope --rotary-scaling-factor 1.0 --mscale-all-dim 1.0",
+            ("rope", 1.0),
+            "--mscale-all-dim 1.0: changes nothing, since --rotary-scaling-factor is 1",
+        ),
+        (
+            "--position-embedding-type none",
+            ("none", 1.0),
+            "--position-embedding-type none: latent attention is not rotated, but always is in Megatron-LM "
+            "(--position-embedding-type rope)",
+        ),
+        (
+            "--position-embedding-type rope --qk-layernorm",
+            ("rope", 1.0),
+            "--qk-layernorm: without --q-lora-rank the latent of keys and values alone is normalised; Megatron-LM "
+            "since 0.19 normalises the input of the queries, too",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling",
+            ("rope", 1.0),
+            "--use-rope-scaling: scales the rotation of latent attention, which Megatron-LM leaves as it is",
+        ),
+    ],
+    ids=[
+        *("rope", "a table", "no table", "scaled", "scaled over 64", "scaled, but rope", "type rope", "scaled by 1"),
+        *("none", "norms without a rank", "scaled as in Llama"),
+    ],
+)
+def test_latent_attention_is_rotated_as_in_megatron(flags: str, expected: tuple[str, float], note: str | None) -> None:
+    parsed = parse_arguments([*LATENTS, *flags.split()])
+    model = parsed.config.model
+    assert (model.position_embedding_type, model.rotary_scaling_factor) == expected
+    assert model.rotary == (expected[0] != "none")
+    before = parse_arguments(LATENTS).notes
+    assert [each for each in parsed.notes if each not in before] == ([] if note is None else [note])
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--rotary-scaling-factor 40", "YaRN beside a table of positions is not supported"),
+        (
+            "--rope-type yarn --position-embedding-type none",
+            "--rope-type yarn contradicts --position-embedding-type none",
+        ),
+        (
+            "--rope-type rope --position-embedding-type yarn",
+            "--rope-type rope contradicts --position-embedding-type yarn",
+        ),
+        (
+            "--rope-type rope --position-embedding-type rope --rotary-scaling-factor 40 --mscale-all-dim 1",
+            "Megatron-LM multiplies the scores as under YaRN without its rotation",
+        ),
+        ("--rope-type mrope", "--rope-type 'mrope': expected one of rope, yarn"),
+        ("--no-multi-latent-attention --rope-type yarn", "--rope-type yarn needs latent attention"),
+    ],
+)
+def test_rotations_of_latent_attention_that_there_are_not_are_refused(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_arguments([*LATENTS, *flags.split()])
+    assert problem in str(raised.value)
+
+
 @pytest.mark.parametrize("other", ["--swiglu", "--squared-relu", "--openai-gelu", "--no-exact-gelu"])
 def test_without_fusion_gelu_alone_is_exact(other: str) -> None:
     assert parse_arguments([*MINIMAL, "--no-bias-gelu-fusion", "--geglu"]).config.model.exact_gelu

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.config import RunConfig, parse_arguments, resolve, validate
+from megalite.config.validate_model import relation_problems
 from megalite.errors import ConfigurationError
 
 VALID = (
@@ -227,6 +228,23 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             )
             for wrong in ("0", "[2]", "x()")
         ),
+        (
+            "--output-norm-freq [1,0]",
+            "--output-norm-freq '[1,0]' is for 2 layers, and the network has 4",
+        ),
+        (
+            "--output-norm-freq x",
+            "--output-norm-freq 'x': expected N, for every N-th layer with norms behind, or a 1 (behind) or a 0 for "
+            "each layer, like [1,1,0] or ([1]*2+[0])*4",
+        ),
+        *(
+            (
+                f"--output-norm-freq 4 {flag}",
+                f"{flag} needs layers with norms before both halves: leave --output-norm-freq out",
+            )
+            for flag in ("--sandwich-norm", "--use-parallel-residual")
+        ),
+        ("--linear-norm-epsilon 1e-5", "--linear-norm-epsilon needs a gated delta net, G in --hybrid-layer-pattern"),
         ("--swiglu --geglu", "--geglu and --swiglu are different activations: choose one"),
         ("--swiglu --exact-gelu", "--exact-gelu and --swiglu are different activations: choose one"),
         ("--squared-relu --exact-gelu", "--exact-gelu and --squared-relu are different activations: choose one"),
@@ -270,7 +288,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--mscale 0.5", "--mscale needs --position-embedding-type yarn"),
         (f"{YARN} --rotary-base 1", "--position-embedding-type yarn needs a --rotary-base above 1, not 1.0"),
-        (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0"),
+        (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5 is below --yarn-beta-slow 1.0"),
         (
             f"{YARN} --yarn-beta-slow 3",
             "nothing turns --yarn-beta-slow 3.0 times over --yarn-original-max-position-embeddings 16",
@@ -328,7 +346,6 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
         ),
-        ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style linear needs --lr-decay-style WSD"),
         ("--decoupled-min-lr 0", "--decoupled-min-lr 0.0 needs --decoupled-lr"),
         ("--decoupled-lr -1", "--decoupled-lr -1.0: must be at least 0"),
         ("--decoupled-lr 1e-3 --decoupled-min-lr 1", "--decoupled-min-lr 1.0 is above --decoupled-lr 0.001"),
@@ -550,6 +567,73 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
 )
 def test_what_does_not_fit_is_the_one_problem(flags: str, problem: str) -> None:
     assert problems(flags) == [problem]
+
+
+LATENTS = (
+    "--q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 4 --qk-pos-emb-head-dim 2 --v-head-dim 4 "
+    "--position-embedding-type rope"
+)
+SWITCH = f"--multi-latent-attention {LATENTS}"
+WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        (
+            LATENTS,
+            1,
+            [
+                f"--{name} needs --multi-latent-attention"
+                for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+            ],
+        ),
+        (
+            "--hybrid-layer-pattern *-*- --kv-lora-rank 8",
+            1,
+            ["--kv-lora-rank needs latent attention, + in --hybrid-layer-pattern"],
+        ),
+        (
+            f"{SWITCH} --group-query-attention --num-query-groups 2",
+            1,
+            [f"--{name} needs {WITHOUT_LATENTS}" for name in ("group-query-attention", "num-query-groups")],
+        ),
+        (
+            f"{SWITCH} --qk-pos-emb-head-dim 3",
+            1,
+            ["--qk-pos-emb-head-dim 3 is odd, and channels are rotated in pairs"],
+        ),
+        (
+            f"--hybrid-layer-pattern *-+- {LATENTS}",
+            1,
+            ["a network has attention (*) or latent attention (+), not both: choose one letter"],
+        ),
+        (
+            f"--hybrid-layer-pattern +-+- {LATENTS} --tp 8",
+            8,
+            ["--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8"],
+        ),
+        (f"{SWITCH} --window-size 4,0", 1, [f"--window-size needs {WITHOUT_LATENTS}"]),
+        (f"{SWITCH} --rotary-percent 0.5", 1, [f"--rotary-percent needs {WITHOUT_LATENTS}"]),
+        (
+            f"{SWITCH} --latent-norm-epsilon 1e-6",
+            1,
+            ["--latent-norm-epsilon needs --qk-layernorm, which normalises latents"],
+        ),
+    ],
+)
+def test_latent_attention_that_does_not_fit(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
+
+
+def test_a_width_of_heads_changes_nothing_beside_latents() -> None:
+    """Megatron-LM takes it so; a network that is described otherwise than by flags must not have it."""
+    parsed = parse_arguments(f"{VALID} {SWITCH} --kv-channels 8".split())
+    assert parsed.config == config_of(SWITCH)
+    why = ": changes nothing, since attention is over latents (--qk-head-dim and others are its widths)"
+    assert f"--kv-channels 8{why}" in parsed.notes
+    described = replace(parsed.config.model, kv_channels=8)
+    assert list(relation_problems(described)) == [f"--kv-channels needs {WITHOUT_LATENTS}"]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -875,6 +959,7 @@ def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
     [
         ("", "--ckpt-format torch_dist", "without --save"),
         ("", "--save-interval 10", "without --save"),
+        ("", "--lr-wsd-decay-style minus_sqrt", "without --lr-decay-style WSD"),
         (
             "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid",
             "--moe-router-pre-softmax",

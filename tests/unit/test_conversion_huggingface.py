@@ -123,13 +123,13 @@ def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -
     family = next(each for each in FAMILIES if each.name == config["model_type"])
     model = family.model(config)
     legacy = family.config(model)
-    assert "rope_parameters" not in legacy
+    assert ("rope_parameters" in legacy) == (name == "olmo-hybrid-without-positions")
     assert ({"rope_theta", "rotary_emb_base"} & legacy.keys() == set()) == name.startswith(WITHOUT_ROTARY)
     assert "rope_parameters" in config or name.startswith(WITHOUT_ROTARY)
     assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
 
 
-WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense")
+WITHOUT_ROTARY = ("gpt2", "nemotron", "granite-dense", "olmo-hybrid-without-positions", "kimi-linear")
 _DEFAULTED = ("kv_channels", "ffn_hidden_size")
 """Fields that may be left to their defaults, and are written out."""
 
@@ -195,7 +195,8 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 
 # ------------------------------------------------------------------------------------------------ experts
 
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2")
+WITH_EXPERTS = ["mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe", "olmoe", "minimax-m2"]
+WITH_EXPERTS += ["deepseek-v2", "deepseek-v3", "kimi-linear"]
 
 
 @pytest.mark.wide
@@ -205,6 +206,13 @@ def test_experts_that_are_one_tensor_are_read(folders: Path, name: str, tmp_path
     assert any(tensor.endswith("experts.gate_up_proj") for tensor in all_tensors(tmp_path / "fused"))
     expected = torch.load(folders / f"{name}.pt")
     assert distance(logits(open_huggingface(tmp_path / "fused"), TOKENS), expected) <= LOGITS
+
+
+def test_a_folder_with_one_convolution_and_other_names_of_norms_is_read(folders: Path, tmp_path: Path) -> None:
+    theirs.save(tmp_path / "other", "olmo-hybrid", save_original_format=False)
+    assert any(tensor.endswith("linear_attn.conv1d.weight") for tensor in all_tensors(tmp_path / "other"))
+    expected = torch.load(folders / "olmo-hybrid.pt")
+    assert distance(logits(open_huggingface(tmp_path / "other"), TOKENS), expected) <= LOGITS
 
 
 FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 66 --num-layers 4 --hidden-size 24
@@ -300,7 +308,7 @@ def test_an_expert_that_is_missing_or_there_twice_or_of_another_width_is_refused
     with pytest.raises(CheckpointError, match=rf"{lost} has shape \[17, 24\], but the model has \[16, 24\]"):
         open_huggingface(without(folders / "qwen3-moe", tmp_path / "wider", lost, wider))
     fused = {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(6, 32, 24)}
-    with pytest.raises(CheckpointError, match=r"experts both one by one and together, such as .*gate_up_proj"):
+    with pytest.raises(CheckpointError, match=r"tensors of two forms of its family, such as .*gate_up_proj"):
         open_huggingface(without(folders / "qwen3-moe", tmp_path / "both", lost, fused))
     one_more = {lost.replace(".3.", ".6."): torch.zeros(16, 24)}
     with pytest.raises(CheckpointError, match=r"has weights that qwen3_moe does not have: .*experts\.6"):
@@ -357,7 +365,8 @@ class Planted(HuggingFaceFiles):
 
 
 PLACES = dict.fromkeys(("qwen2-moe", "glm4-moe"), "2") | {"nemotron-h": "[0-3]", "bamba": "[01]"}
-PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]"}
+PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[12]", "kimi-linear": "[0-2]"}
+PLACES |= {"deepseek-v2": "[01]", "deepseek-v3": "[02]"}
 """Layers of a model whose tensors are changed, if another than the second one shows more."""
 
 
@@ -380,6 +389,7 @@ PLACES |= dict.fromkeys(("qwen3-next", "qwen3.5"), "[01]") | {"lfm2-biases": "[1
                 "minimax-m2",
             ),
             *("nemotron-h", "bamba", "qwen3-next", "qwen3.5", "lfm2-biases"),
+            *("deepseek-v2", "deepseek-v3", "moonlight", "kimi-linear"),
         )
     ],
 )
@@ -450,7 +460,7 @@ def test_axes_that_are_confused_show(folders: Path, broken: str, monkeypatch: py
     assert distance(logits(open_huggingface(folders / name), TOKENS), expected) > MATTERS
 
 
-SAID = {
+SAID: dict[str, dict[str, Any]] = {
     "llama": {"rotary_base": 600.0, "norm_epsilon": 1e-2},
     "llama-scaled": {
         "rope_scaling_factor": 5.0,
@@ -476,6 +486,17 @@ SAID = {
     "nemotron-h": {"mamba_dt_min": 0.3, "moe_router_topk_scaling_factor": 1.0},
     "bamba": {"mamba_dt_max": None, "rotary_percent": 1.0},
     "qwen3-next": {"norm_epsilon": 1e-2, "rotary_percent": 0.25},
+    "deepseek-v2": {
+        "latent_norm_epsilon": 1e-3,
+        "moe_router_group_scores": 2,
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "deepseek-v3": {"moe_router_group_scores": 1, "moe_router_num_groups": None, "rotary_scaling_factor": 4.0},
+    "moonlight": {"latent_norm_epsilon": None, "rotary_base": 1e4},
+    "kimi-linear": {"position_embedding_type": "rope", "latent_norm_epsilon": None},
     "gpt-oss": {
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 0.0,

@@ -112,6 +112,13 @@ REQUIRED["olmoe"] |= {"num_experts": 16}
 REQUIRED["glm4_moe"] |= {"n_routed_experts": 16}
 REQUIRED["qwen3_next"] |= {"num_experts": 16}
 REQUIRED["qwen3_5_moe_text"] |= {"num_experts": 16}
+REQUIRED["deepseek_v2"] |= {"n_routed_experts": 16, "num_experts_per_tok": 2}
+REQUIRED["deepseek_v3"] |= {"n_routed_experts": 16, "num_attention_heads": 128}
+REQUIRED["kimi_linear"] |= {
+    "num_experts": 16,
+    "num_attention_heads": 32,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 del REQUIRED["qwen3_5_moe_text"]["intermediate_size"]
 REQUIRED["granitemoehybrid"] |= {"rms_norm_eps": 1e-5}
 REQUIRED["nemotron_h"] |= {"n_routed_experts": 16, "hybrid_override_pattern": "ME*-"}

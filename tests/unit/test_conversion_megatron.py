@@ -68,6 +68,21 @@ MODELS = {
         GPT2, squared_relu=True, position_embedding_type="none", max_position_embeddings=None, qk_layernorm=True,
     ),
 }  # fmt: skip
+LATENT = replace(
+    LLAMA, multi_latent_attention=True, group_query_attention=False, num_query_groups=1, kv_channels=None,
+    q_lora_rank=12, kv_lora_rank=10, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8, use_rope_scaling=False,
+)  # fmt: skip
+LATENTS = {
+    "yarn": replace(
+        LATENT, position_embedding_type="yarn", rotary_scaling_factor=40.0, mscale=0.7, mscale_all_dim=0.4,
+        yarn_original_max_position_embeddings=4096,
+    ),
+    "queries of the input": replace(LATENT, q_lora_rank=None, v_head_dim=12),
+    "a table and biases": replace(
+        LATENT, position_embedding_type="learned_absolute", normalization="LayerNorm", add_bias_linear=True,
+    ),
+    "without norms": replace(LATENT, qk_layernorm=False),
+}  # fmt: skip
 EXPERTS = {
     "mixtral": replace(LLAMA, num_experts=4, moe_router_topk=2, use_rope_scaling=False, qk_layernorm=False),
     "experts of some layers": replace(
@@ -129,10 +144,13 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
         moe_shared_expert_intermediate_size moe_shared_expert_gate attention_output_gate
-        softmax_type""".split()  # noqa: SIM905
+        softmax_type multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim
+        v_head_dim""".split()  # noqa: SIM905
     of_model = {name: getattr(model, name) for name in names}
     plain = not (model.exact_gelu or model.swiglu or model.squared_relu)
     layers = 1 if model.moe_layer_freq is None else [int(layer.feed_forward == "moe") for layer in model.layers]
+    if model.has_latents and model.position_embedding_type == "yarn":
+        of_model["position_embedding_type"] = "rope"
     of_model["no_rope_freq"] = [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq else None
     of_run = {"bias_gelu_fusion": plain, "seq_length": 32, "lr": 1e-3, "padding": object}
     return of_model | of_run | {"moe_layer_freq": layers, "moe_router_load_balancing_type": "aux_loss"}
@@ -188,6 +206,22 @@ def test_what_megatron_core_saves_is_read(
         assert (b"decoder.layers.1.self_attention.linear_proj.weight" in described) == numbered
         assert (b"pre_mlp_layernorm" in described) == (model.num_experts is not None and form == "per layer")
         assert (b"linear_fc1.weight_w" in described) == (form == "per layer" and model.swiglu)
+
+
+@pytest.mark.parametrize("name", wide_except(LATENTS, ["yarn"]))
+@pytest.mark.parametrize("form", ["stacked", "per layer"])
+def test_latent_attention_of_megatron_core_is_read_and_written(
+    name: str, form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    """Without Transformer Engine all norms are modules of their own; those of "per layer" have its names."""
+    model, theirs = LATENTS[name], tmp_path / "theirs"
+    (expected,) = rank_pools(1).run(megatron_core.save, model, arguments(model), theirs, TOKENS, 1, form)
+    opened = open_megatron(theirs)
+    close(logits(opened, TOKENS), expected[..., :53])
+
+    folder = write(opened, tmp_path / "ours")
+    ((again, _),) = rank_pools(1).run(megatron_core.load, model, folder, TOKENS, 1)
+    assert torch.equal(again[..., :53], expected[..., :53]), "the weights are the same"
 
 
 @pytest.mark.wide

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
         ({"use_parallel_residual": True}, "--use-parallel-residual True"),
         ({"scale_embeddings": True}, "--scale-embeddings"),
         ({"sandwich_norm": True}, "--sandwich-norm"),
+        ({"output_norm_freq": "1"}, "--output-norm-freq"),
         ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
         ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping"),
         ({"query_pre_attn_scalar": 7.0}, "--query-pre-attn-scalar"),
@@ -58,8 +59,8 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("moe_apply_probs_on_input", True),
-        ("multi_latent_attention", True),
-        ("mtp_num_layers", 1),
+        ("qk_l2_norm", True),
+        ("mtp_num_layers", "1"),
         ("spec", ["some.module", "spec"]),
         ("apply_residual_connection_post_layernorm", True),
         ("position_embedding_type", "mrope"),

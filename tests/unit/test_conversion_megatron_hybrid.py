@@ -24,7 +24,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 PLAIN = replace(LLAMA, qk_layernorm=False, use_rope_scaling=False)
 RECURRENT = {"mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 2}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 8}
-OPTIONS: dict[str, dict[str, Any]] = {"M": RECURRENT, "G": DELTA, "E": {"num_experts": 4, "moe_ffn_hidden_size": 16}}
+LATENTS: dict[str, Any] = {
+    "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
+    "group_query_attention": False, "num_query_groups": 1, "kv_channels": None, "qk_layernorm": True,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "M": RECURRENT, "G": DELTA, "+": LATENTS, "E": {"num_experts": 4, "moe_ffn_hidden_size": 16},
+}  # fmt: skip
+YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.4}
 
 
 def pattern(letters: str) -> ModelConfig:
@@ -32,8 +39,16 @@ def pattern(letters: str) -> ModelConfig:
     return replace(PLAIN, num_layers=len(letters), hybrid_layer_pattern=letters, **options)
 
 
+def latent_gpt(**options: Any) -> ModelConfig:
+    return replace(PLAIN, multi_latent_attention=True, **LATENTS | options)
+
+
 @pytest.mark.parametrize(
-    ("letters", "options"), [("M*-G", {}), ("*E-*", {}), ("**--", {}), ("*E", {"moe_latent_size": 8})]
+    ("letters", "options"),
+    [
+        *(("M*-G", {}), ("*E-*", {}), ("**--", {}), ("*E", {"moe_latent_size": 8})),
+        *(("+-", {}), ("M+-+", {"q_lora_rank": None}), ("+E", {"qk_layernorm": False})),
+    ],
 )
 def test_a_pattern_is_read_as_it_was_written(letters: str, options: dict[str, Any], tmp_path: Path) -> None:
     opened = random_model(replace(pattern(letters), **options))
@@ -58,6 +73,95 @@ def test_linear_attention_in_blocks_is_read_as_it_was_written(tmp_path: Path) ->
     again, weights = open_megatron(tmp_path), read(opened)
     assert function_of(again.config) == function_of(opened.config)
     assert all(torch.equal(values, weights[name]) for name, values in read(again).items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"q_lora_rank": None},
+        {"qk_layernorm": False, "v_head_dim": 12},
+        {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"},
+        YARN | {"yarn_original_max_position_embeddings": 4096},
+        {"num_experts": 4, "moe_layer_freq": "[0,1,1]"},
+    ],
+)
+def test_latent_attention_in_blocks_is_read_as_it_was_written(options: dict[str, Any], tmp_path: Path) -> None:
+    opened = random_model(latent_gpt(**options))
+    write(opened, tmp_path)
+    again, weights = open_megatron(tmp_path), read(opened)
+    assert function_of(again.config) == function_of(opened.config)
+    for name, values in read(again).items():
+        assert torch.equal(values, weights.pop(name)), name
+    assert not weights
+
+
+@pytest.mark.parametrize("options", [{}, {"q_lora_rank": None, "qk_layernorm": False}])
+def test_latent_attention_has_the_names_and_the_rows_of_megatron(options: dict[str, Any], tmp_path: Path) -> None:
+    """Both parts of a head follow each other; norms are those of the matrices behind them, but for the first one."""
+    opened = random_model(latent_gpt(**options))
+    folder = write(opened, tmp_path / "fused")
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    state, ours = torch.load(tmp_path / "all.pt"), read(opened)
+    layer, its = "decoder.layers.self_attention.", "layers.1.latent_attention."
+    assert torch.equal(state["decoder.layers.input_layernorm.weight"][1], ours["layers.1.latent_attention_norm.weight"])
+    up, whole = state[layer + "linear_kv_up_proj.weight"], ours[its + "key_value_up"]
+    assert torch.equal(up[1].view(4, 6 + 8, 10), whole)
+    assert torch.equal(state[layer + "linear_kv_down_proj.weight"][1], ours[its + "key_value_down"])
+    assert torch.equal(state[layer + "linear_proj.weight"][1].view(24, 4, 8), ours[its + "output"])
+    names = {name.removeprefix(layer) for name in state if name.startswith(layer)}
+    if not options:
+        assert torch.equal(state[layer + "linear_q_up_proj.weight"][1].view(4, 6 + 4, 12), ours[its + "query_up"])
+        assert torch.equal(state[layer + "linear_q_up_proj.layer_norm_weight"][1], ours[its + "query_norm.weight"])
+        assert torch.equal(state[layer + "linear_kv_up_proj.layer_norm_weight"][1], ours[its + "key_value_norm.weight"])
+        assert "linear_q_down_proj.weight" in names
+    else:
+        assert torch.equal(state[layer + "linear_q_proj.weight"][1].view(4, 6 + 4, 24), ours[its + "query"])
+        assert not [name for name in names if "norm" in name or "linear_q_down" in name]
+
+
+def test_arguments_of_runs_with_latent_attention_say_how_it_is_rotated() -> None:
+    """Megatron-LM rotates it by YaRN, whatever the positions of the network, and reads no option of other rotations."""
+    written = vars(arguments_of(latent_gpt(), {}, 32, 56)) | {"rotary_percent": 0.5, "use_rope_scaling": True}
+    plain = model_of(written)
+    assert (plain.position_embedding_type, plain.rotary_percent, plain.use_rope_scaling) == ("rope", 1.0, False)
+    without = {"position_embedding_type": "none", "use_rotary_position_embeddings": False}
+    assert model_of(written | without) == plain
+    scaled = {"rotary_scaling_factor": 40, "mscale_all_dim": 1.0}
+    yarn = model_of(written | scaled)
+    assert (yarn.position_embedding_type, yarn.yarn_original_max_position_embeddings) == ("yarn", 4096)
+    assert (yarn.rotary_scaling_factor, yarn.mscale_all_dim) == (40, 1.0)
+    assert model_of(written | scaled | {"yarn_original_max_position_embeddings": 64}) == yarn
+    of_type = written | {"rotary_percent": 1.0, "rotary_scaling_factor": 40, "rope_type": "rope"}
+    assert function_of(model_of(of_type)) == function_of(plain)
+    for name, value, problem in (
+        ("rope_type", "linear", "--rope-type 'linear': megalite has no such network"),
+        ("position_embedding_type", "yarn", "--position-embedding-type yarn with latent attention: Megatron-LM has no"),
+        ("position_embedding_type", "learned_absolute", "YaRN beside a table of positions is not supported"),
+        ("rotary_interleaved", True, "--rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no"),
+        ("attention_output_gate", True, "--attention-output-gate with latent attention: Megatron-LM has no such"),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            model_of(written | scaled | {"use_rotary_position_embeddings": False, name: value})
+        assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"position_embedding_type": "none"}, "--position-embedding-type none .there: rope."),
+        (
+            YARN | {"yarn_original_max_position_embeddings": 64},
+            "--yarn-original-max-position-embeddings 64 .there: 4096",
+        ),
+        (YARN | {"yarn_original_max_position_embeddings": 4096, "yarn_beta_fast": 16.0}, "--yarn-beta-fast 16.0 "),
+        ({"latent_norm_epsilon": 1e-3}, "--latent-norm-epsilon 0.001 "),
+        ({"attention_output_gate": True}, "--attention-output-gate with latent attention: Megatron-LM has no such"),
+    ],
+)
+def test_latent_attention_that_megatron_has_not_is_not_written(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        arguments_of(latent_gpt(**options), {}, 32, 56)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +214,51 @@ def test_layers_have_the_names_of_their_places(tmp_path: Path) -> None:
 
 def test_norms_of_their_own_are_the_fused_ones(tmp_path: Path) -> None:
     """Read the names that norms have without Transformer Engine."""
-    opened = random_model(pattern("M*-GE"))
+    check_own_norms(
+        pattern("M*-GE"),
+        {
+            "decoder.layers.0.mixer.in_proj.layer_norm_weight": "decoder.layers.0.norm.weight",
+            "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.1.input_layernorm.weight",
+            "decoder.layers.2.mlp.linear_fc1.layer_norm_weight": "decoder.layers.2.pre_mlp_layernorm.weight",
+            "decoder.layers.3.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
+        },
+        tmp_path,
+    )
+
+
+def test_norms_of_latents_that_are_not_fused_are_read(tmp_path: Path) -> None:
+    attention = "decoder.layers.0.self_attention."
+    check_own_norms(
+        pattern("+-"),
+        {
+            attention + "linear_q_up_proj.layer_norm_weight": attention + "q_layernorm.weight",
+            attention + "linear_kv_up_proj.layer_norm_weight": attention + "kv_layernorm.weight",
+        },
+        tmp_path,
+    )
+
+
+def test_a_norm_of_the_input_of_queries_is_refused(tmp_path: Path) -> None:
+    """Newer versions have one without a rank of queries."""
+    folder = write(random_model(latent_gpt(q_lora_rank=None)), tmp_path / "plain")
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    state = torch.load(tmp_path / "all.pt")
+    state["decoder.layers.self_attention.linear_q_proj.layer_norm_weight"] = torch.ones(3, 24)
+    dcp.save(state, checkpoint_id=tmp_path / "more", no_dist=True)
+    for name in ("metadata.json", "common.pt"):
+        shutil.copy(folder / name, tmp_path / "more")
+    with pytest.raises(CheckpointError, match=r"has decoder\.layers\.0\.self_attention\.linear_q_proj\.layer_norm_w"):
+        open_megatron(tmp_path / "more")
+
+
+def check_own_norms(model: ModelConfig, names: dict[str, str], tmp_path: Path) -> None:
+    """Check that a checkpoint with other names is read as the one that was written. `names`: by the written ones."""
+    opened = random_model(model)
     folder = write(opened, tmp_path / "fused")
     dcp_to_torch_save(folder, tmp_path / "all.pt")
     (own := tmp_path / "own").mkdir()
     shutil.copy(folder / "metadata.json", own)
     shutil.copy(folder / "common.pt", own)
-    names = {
-        "decoder.layers.0.mixer.in_proj.layer_norm_weight": "decoder.layers.0.norm.weight",
-        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.1.input_layernorm.weight",
-        "decoder.layers.2.mlp.linear_fc1.layer_norm_weight": "decoder.layers.2.pre_mlp_layernorm.weight",
-        "decoder.layers.3.self_attention.in_proj.layer_norm_weight": "decoder.layers.3.input_layernorm.weight",
-    }
     state = torch.load(tmp_path / "all.pt")
     assert names.keys() <= state.keys()
     dcp.save({names.get(key, key): values for key, values in state.items()}, checkpoint_id=own, no_dist=True)
@@ -145,11 +282,12 @@ def test_arguments_of_runs_describe_patterns() -> None:
     ("changed", "problem"),
     [
         ({"hybrid_layer_pattern": "M*D-"}, "'D', character 3, is sparse attention"),
-        ({"hybrid_layer_pattern": "M*/*"}, "is the beginning of a layer of multi-token prediction"),
+        ({"hybrid_layer_pattern": "M*/*/-"}, "has the depths '*' and '-': give all of them the same letters"),
         ({"hybrid_layer_pattern": 7}, "--hybrid-layer-pattern 7: megalite has no such network"),
         ({"hybrid_layer_pattern": None}, "--is-hybrid-model True: megalite has no such network"),
         ({"spec": ["my.layers", "spec"]}, "--spec"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers 1: megalite has no such network"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers 1: give the letters of a depth in --hybrid-layer-pattern"),
+        ({"mtp_hsm": True}, "--mtp-hsm True: megalite has no such network"),
         ({"normalization": "LayerNorm"}, "a gated delta net without --normalization RMSNorm, or with"),
         ({"apply_layernorm_1p": True}, "RMSNorm, or with --apply-layernorm-1p: its norm is the network's in Megatron"),
         ({"swiglu": False, "squared_relu": True}, "a gated delta net without --swiglu"),

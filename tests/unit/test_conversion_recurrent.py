@@ -112,6 +112,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "G-G-G-*-" * 8,
         {"rotary_base": 1e7, "rotary_percent": 0.25, "linear_num_value_heads": 32, "num_experts": None},
     ),
+    "OLMo-Hybrid 7B": (
+        {"model_type": "olmo_hybrid", "attention_bias": False, "hidden_act": "silu", "hidden_size": 3840}
+        | {"initializer_range": 0.02, "intermediate_size": 11008, "linear_a_log_max": 16.0, "linear_a_log_min": 0.0}
+        | {"linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_dt_max": 0.1, "linear_dt_min": 0.001}
+        | {"max_position_embeddings": 65536, "num_attention_heads": 30, "num_hidden_layers": 32, "rms_norm_eps": 1e-6}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "vocab_size": 100352}
+        | {"eos_token_id": 100257, "pad_token_id": 100277, "tie_word_embeddings": False, "use_cache": True},
+        "G-G-G-*-" * 8,
+        {"position_embedding_type": "none", "linear_key_head_dim": 96, "linear_value_head_dim": 192}
+        | {"linear_num_key_heads": 30, "linear_norm_epsilon": 1e-5, "kv_groups": 30}
+        | {"output_norm_freq": str(([0] * 6 + [1] * 2) * 8)},
+    ),
     "LFM2 1.2B": (
         {"model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288}
         | {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256}
@@ -212,6 +224,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "lfm2",
         {"layer_types": ["mamba"] * 4},
         "layer_types has 'mamba', which is unknown: conv, full",
+    ),
+    "layers of other numbers": ("olmo-hybrid", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4"),
+    "positions that are nothing": (
+        "olmo-hybrid",
+        {"rope_parameters": None},
+        "rope_parameters is null, which versions of",
+    ),
+    "a width of heads that is none": (
+        "olmo-hybrid",
+        {"linear_key_head_dim": None, "linear_num_key_heads": "many"},
+        "linear_num_key_heads 'many'",
     ),
     "convolutions of other layers": ("lfm2", {"layer_types": ["conv"]}, "layer_types has 1 entries for 4 layers"),
     "places that are none": (

@@ -182,6 +182,16 @@ def test_a_chunk_is_no_longer_than_the_sequence() -> None:
     assert long == longer > short
 
 
+def test_attention_over_latents_by_hand() -> None:
+    """A token sees half of 10 tokens."""
+    sizes = {"kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 6}
+    latents = {"hybrid_layer_pattern": "++", "position_embedding_type": "none"} | sizes
+    others = 16 * (5 + 2) + 5 * 4 * (3 + 6) + 4 * 6 * 16 + 4 * (3 + 2 + 6) * 5
+    plain, made = 16 * 4 * 5, 16 * 7 + 7 * 4 * 5  # queries of the input, and of a latent
+    assert flops_per_token(model(**latents), 40, 10) == 3 * 2 * (2 * (plain + others) + 16 * 40)
+    assert flops_per_token(model(**latents, q_lora_rank=7), 40, 10) == 3 * 2 * (2 * (made + others) + 16 * 40)
+
+
 def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:
     kinds = {"hybrid_layer_pattern": "LK", "kda_num_heads": 3, "kda_head_dim": 8, "kda_chunk_size": 4}
     per_token = flops_per_token(model(**kinds), 40, 10)

@@ -12,7 +12,9 @@ from torch import nn
 import megalite
 from megalite.checkpoint.compatibility import check_same_function, function_of, model_config
 from megalite.config import ModelConfig, RunConfig, dump, load_yaml
-from megalite.config.layer_specs import LETTERS, LayerSpec, numbers_in_names, pattern_of
+from megalite.config.fields import named
+from megalite.config.kinds.table import KINDS
+from megalite.config.layer_specs import LETTERS, LayerSpec, Letter, numbers_in_names, pattern_of
 from megalite.config.model import as_gpt
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import stage_layers
@@ -26,6 +28,7 @@ from megalite.inference.network import logits, make_network
 from megalite.library.configuration import configured
 from megalite.model.cache import StageCache
 from megalite.model.gpt import GPT
+from megalite.model.layer_kinds import LAYER_KINDS
 from megalite.optim.layout import unique_parameters
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
@@ -127,9 +130,17 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("K", "--kda-num-heads 9 --tp 2", "2 does not divide the heads of Kimi delta attention, 9"),
         ("M", "--mamba-num-heads 8 --short-conv-bias", "--short-conv-bias needs a short convolution, L in"),
         ("L", "--tp 3", "3 does not divide the channels of the short convolution, 16"),
-        ("*+", "", "'+', character 2, is multi-head latent attention, which"),
+        ("*+", "", "a network has attention (*) or latent attention (+), not both: choose one letter"),
+        (
+            "*-",
+            "--multi-latent-attention",
+            "--multi-latent-attention needs latent attention, + in --hybrid-layer-pattern",
+        ),
+        ("+-", "--group-query-attention", "--group-query-attention needs attention without latents"),
+        ("+-", "--latent-norm-epsilon 1e-6", "--latent-norm-epsilon needs --qk-layernorm, which normalises latents"),
+        ("+-", "--tp 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
         ("D", "", "'D', character 1, is sparse attention, which"),
-        ("*-/*-", "", "'/', character 3, is the beginning of a layer of multi-token prediction, which"),
+        ("*-/*-/-*", "", "has the depths '*-' and '-*': give all of them the same letters"),
         ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, K Kimi"),
         ("|", "", "'|' has no layers: give one letter for each"),
         ("*-*", "--num-layers 2", "'*-*' has 3 layers, but --num-layers is 2: leave --num-layers out"),
@@ -141,6 +152,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("*-", "--window-size 3,0", "give --window-attn-skip-freq as a list with an entry for each letter"),
         ("*-", "--window-size 3,0 --window-attn-skip-freq 2", "because a number counts all letters"),
         ("*-", "--position-embedding-type rope --no-rope-freq 2", "give --no-rope-freq as a list with an entry for"),
+        ("*-", "--output-norm-freq 2", "give --output-norm-freq as a list with an entry for each letter, 1 for a norm"),
         ("*-*", "--pp 2", "the 3 layers of --hybrid-layer-pattern '*-*' cannot be divided evenly among 2 stages"),
         ("*|-", "--pp 2 --pipeline-model-parallel-layout Et|tL", "leave --pipeline-model-parallel-layout Et|tL out"),
         ("*|-", "--pp 2 --num-virtual-stages-per-pipeline-rank 1", "leave --num-virtual-stages-per-pipeline-rank 1"),
@@ -209,7 +221,7 @@ def test_no_flag_of_attention_is_silent_without_one(layers: str, why: str) -> No
 
 
 def test_a_programs_layer_may_read_the_flags_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LETTERS, "x", LayerSpec("another", None))
+    monkeypatch.setitem(LETTERS, "x", Letter(LayerSpec("another", None), "another"))
     parsed = parse_arguments([*RUN.split(), "--hybrid-layer-pattern", "x-", "--kv-channels", "6", "--qk-layernorm"])
     assert (parsed.config.model.kv_channels, parsed.config.model.qk_layernorm) == (6, True)
 
@@ -232,6 +244,15 @@ def test_recomputation_of_cores_needs_one(letters: str, flags: str, idle: bool) 
         == idle
     )
     assert (parsed.config.training.recompute_granularity is None) == idle
+
+
+@pytest.mark.parametrize(("letters", "idle"), [("M-", True), ("LE", True), ("M-*", False), ("G", False), ("K", False)])
+def test_matrices_of_heads_need_heads(letters: str, idle: bool) -> None:
+    flags = f"--hybrid-layer-pattern {letters} --num-experts 2 --optimizer muon --muon-split-qkv-per-head"
+    parsed = parse_arguments([*RUN.split(), *flags.split()])
+    why = "--muon-split-qkv-per-head: changes nothing, since no layer has queries, keys and values"
+    assert (why in parsed.notes) == idle
+    assert parsed.config.optimizer.muon_split_qkv_per_head != idle
 
 
 SPEC = "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
@@ -261,7 +282,7 @@ def test_megatrons_program_for_patterns_takes_its_spec(spec: str) -> None:
         ("--spec my.layers spec", "--spec my.layers spec: is not supported: the layers follow from the flags"),
         ("--spec", "--spec needs a value: megatron.core.models.hybrid.hybrid_layer_specs or hybrid_stack_spec or"),
         (f"{SPEC} --hybrid-attention-ratio 0.1", "--hybrid-attention-ratio was removed, use --hybrid-layer-pattern"),
-        (f"{SPEC} --mtp-hybrid-override-pattern *", "--mtp-hybrid-override-pattern is for multi-token prediction"),
+        (f"{SPEC} --mtp-hybrid-override-pattern *", "missing: --hybrid-layer-pattern"),
     ],
 )
 def test_megatrons_program_for_patterns_says_what_it_lacks(flags: str, problem: str) -> None:
@@ -270,9 +291,16 @@ def test_megatrons_program_for_patterns_says_what_it_lacks(flags: str, problem: 
     assert any(line.startswith(problem) for line in str(raised.value).splitlines()), raised.value
 
 
+def test_each_kind_has_a_letter_costs_and_a_module_and_flags_of_its_own() -> None:
+    assert {letter.kind for letter in LETTERS.values()} <= KINDS.keys() & LAYER_KINDS.keys()
+    flags = [name for kind in KINDS.values() if kind.flags for name in named(PLAIN, kind.flags)]
+    assert len(flags) == len(set(flags)) > 20
+    assert all(named(PLAIN, pattern) for kind in KINDS.values() for pattern in kind.flags.split())
+
+
 def test_halves_have_the_names_of_a_gpts_blocks() -> None:
     """Megatron-LM's rule: the n-th attention is that of block n, and so is the n-th feed-forward layer."""
-    layers = [LETTERS[letter] for letter in "**--E*"]
+    layers = [LETTERS[letter].layer for letter in "**--E*"]
     assert numbers_in_names(layers) == ((0, None), (1, None), (None, 0), (None, 1), (None, 2), (2, None))
     assert numbers_in_names(PLAIN.layers) == ((0, 0), (1, 1))
 
@@ -402,7 +430,7 @@ def test_a_pattern_has_linear_attention_by_its_letters() -> None:
 
 
 def test_another_mixer_is_not_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LETTERS, "M", LayerSpec("another", None))  # type: ignore[arg-type, index]
+    monkeypatch.setitem(LETTERS, "M", Letter(LayerSpec("another", None), "another"))
     other = pattern("M-M-", window_size="3,0", window_attn_skip_freq="[1,1,1,1]")
     assert as_gpt(other) == as_gpt(other, in_any_order=True) == other
     assert [layer.keys_before for layer in other.layers] == [None] * 4

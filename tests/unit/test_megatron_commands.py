@@ -19,7 +19,7 @@ from megalite.errors import ConfigurationError
 COMMANDS = json.loads((Path(__file__).parents[1] / "megatron_commands" / "commands.json").read_text())
 FATES_OF_LAYERS = tomllib.loads((Path(__file__).parents[1] / "megatron_commands" / "layers.toml").read_text())
 LACKING = (
-    *("latent-attention", "multi-token", "linear-attention", "architecture", "transformer-engine", "mup"),
+    *("multi-token", "linear-attention", "architecture", "transformer-engine", "mup"),
     *("offload", "recompute", "experts"),
 )
 """Capabilities that some commands use and megalite lacks, by their names in megatron_flags.toml."""

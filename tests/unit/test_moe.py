@@ -277,7 +277,7 @@ def test_figures_of_loads_are_those_of_the_oracles_choices(name: str) -> None:
     output, _, sums = run(case, layer, hidden)
     output.sum().backward()
     end_step([layer.router.tally])
-    chunk: Any = SimpleNamespace(layers=[SimpleNamespace(mlp=layer)], stage_layers=SimpleNamespace(first_layer=0))
+    chunk: Any = SimpleNamespace(numbered_layers=lambda: [(0, SimpleNamespace(mlp=layer))])
     figures = expert_loads([chunk], 1, ParallelMesh())
     loads, choices = record.kept.sum((0, 1)), record.routed.sum()
     assert 0 < loads.min() < loads.max()

@@ -139,6 +139,8 @@ CONFIGS = {
     "gpt2, windows": replace(GPT2, window_size="3,0"),
     "llama, one window": replace(LLAMA, window_size="0,0", window_attn_skip_freq="[0,1]"),
     "gpt2, sandwich norms": replace(GPT2, sandwich_norm=True),
+    "gpt2, norms behind": replace(GPT2, output_norm_freq="1"),
+    "llama, norms behind one layer": replace(LLAMA, output_norm_freq="[1,0]", qk_layernorm=True),
     "llama, query scale": replace(LLAMA, query_pre_attn_scalar=7.0),
     "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
     "gpt-neox": NEOX,

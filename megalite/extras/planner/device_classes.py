@@ -247,11 +247,11 @@ def _fractions(
             yield f"{words}leave out --num-distributed-optimizer-instances, whose instances each update all weights"
         elif optimizer not in _BY_ELEMENT:
             yield f"{words}--optimizer {optimizer} updates tensors together. Give one of {', '.join(_BY_ELEMENT)}"
-    tied = not config.model.untie_embeddings_and_output_weights
+    tied = config.model.shares_embedding
     if tied and parallel.pipeline_model_parallel_size > 1 and fraction(first) != fraction(last):
         yield (
             f"the first stage ({first.name}) and the last ({last.name}) differ in {flag}, and both update the "
-            "embedding: give both the same, or --untie-embeddings-and-output-weights"
+            "embedding: give both the same, or --untie-embeddings-and-output-weights without depths"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megalite.extras.planner.host_time import host_speed
 from megalite.extras.planner.recording import Recorder
 from megalite.extras.planner.records import Work
 from megalite.lifecycle.launch import require_sends
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import FurtherTokens, MicroBatch
 from megalite.optim.buckets import Bucket
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
@@ -226,7 +226,12 @@ def dry_micro_batch(config: RunConfig, mesh: ParallelMesh, cutting: Cutting) -> 
     tokens, positions, labels = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3))
     wide = torch.promote_types(builder.model_dtype(config), torch.float32)
     key = RandomKey(config.training.seed, tuple(range(count)))
-    return MicroBatch(tokens, positions, first, labels, torch.ones(shape, dtype=wide, device=device), key, layout)
+    mask = torch.ones(shape, dtype=wide, device=device)
+    found = MicroBatch(tokens, positions, first, labels, mask, key, layout)
+    if cutting.depths == 0:
+        return found
+    every = (values.expand(cutting.depths, *shape) for values in (tokens, labels, mask))
+    return replace(found, further=FurtherTokens(*every))
 
 
 class _Observer:

@@ -23,8 +23,9 @@ _CHOSEN = {
         pipeline_schedule num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
         pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        microbatch_group_size_per_virtual_pipeline_stage use_distributed_optimizer data_parallel_sharding_strategy
-        num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather ddp_bucket_size""",
+        mtp_standalone microbatch_group_size_per_virtual_pipeline_stage use_distributed_optimizer
+        data_parallel_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+        ddp_bucket_size""",
     "training": "micro_batch_size recompute_granularity recompute_modules recompute_method recompute_num_layers",
 }
 """Fields that a layout sets."""

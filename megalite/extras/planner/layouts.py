@@ -129,6 +129,7 @@ _EVEN_STAGES: Mapping[str, Any] = {
     "decoder_last_pipeline_num_layers": None,
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
+    "mtp_standalone": False,
     "microbatch_group_size_per_virtual_pipeline_stage": None,
 }
 """Flags of stages with equal numbers of layers."""

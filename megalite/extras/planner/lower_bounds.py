@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import RunConfig
-from megalite.config.layer_costs import LAYER_COSTS
+from megalite.config.kinds.table import KINDS
 from megalite.config.layer_specs import LayerSpec
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.layouts import Layout
@@ -129,7 +129,7 @@ class LowerBounds:
         dense = experts = 0.0
         for spec in self._layers:
             if spec.mixer is not None:
-                dense += LAYER_COSTS[spec.mixer].weights(model)
+                dense += KINDS[spec.mixer].weights(model)
             if spec.feed_forward == "moe":
                 matrices = model.activation.matrices * model.expert_hidden_size
                 experts += matrices * model.expert_ffn_size * (model.num_experts or 0)
@@ -152,7 +152,7 @@ class LowerBounds:
         model, split = self.config.model, 0
         for spec in self._layers:
             if spec.mixer is not None:
-                split += LAYER_COSTS[spec.mixer].weights(model) // model.hidden_size
+                split += KINDS[spec.mixer].weights(model) // model.hidden_size
             kept = spec.feed_forward == "dense" and self.config.training.mlp_chunks_for_training == 1
             split += model.ffn_size * (model.activation.matrices - 1) * kept
         return model.hidden_size * self._itemsize, split * self._itemsize
@@ -208,7 +208,7 @@ class LowerBounds:
             groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
             shapes += [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
         elif spec.mixer is not None:  # all products of other mixers are taken for one, without the recurrence
-            columns = LAYER_COSTS[spec.mixer].weights(model) // (hidden * tensor)
+            columns = KINDS[spec.mixer].weights(model) // (hidden * tensor)
             shapes.append((1, tokens, max(columns // _ALIGNED * _ALIGNED, 1), hidden))
         if spec.feed_forward is not None:
             rows, width, local, inner_hidden = tokens, model.ffn_size // tensor, 1, hidden
@@ -225,11 +225,12 @@ class LowerBounds:
             forward += max(self.prices.product((1, count, columns, inner), dtype), reading)
             backward += max(self.prices.product((1, count, inner, columns), dtype), reading)
             backward += max(self.prices.product((1, columns, inner, count), dtype), adding)
-        if spec.mixer == "attention" and spec.keys_before is None:
+        if spec.attends and spec.keys_before is None:
             shape = layout.micro_batch * model.num_attention_heads // tensor, self._length // layout.context
-            scores = shape[0] * shape[1] * self._length * model.head_dim
+            width = model.score_width
+            scores = shape[0] * shape[1] * self._length * width
             for name, halves in (("attention", 2), ("attention_backward", 5)):
-                kernel = Operation(name, "attention", (*shape, self._length, model.head_dim), halves * scores, 0, dtype)
+                kernel = Operation(name, "attention", (*shape, self._length, width), halves * scores, 0, dtype)
                 seconds = self.prices.operation(kernel).attention
                 forward, backward = (forward + seconds, backward) if halves == 2 else (forward, backward + seconds)
         norms = 2 * len(spec.kinds) * tokens * hidden // (tensor if layout.sequence else 1)

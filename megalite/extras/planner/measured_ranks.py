@@ -48,7 +48,7 @@ def read_measured_ranks(path: Path, model: ModelConfig, parallel: ParallelConfig
     if isinstance(found, dict) and "seconds" in found:
         measured = _of_seconds(path, found, model, parallel)
     else:
-        measured = _of_trace(path, parse_trace(path, found), model.num_layers)
+        measured = _of_trace(path, parse_trace(path, found), model)
     ranks = parallel.pipeline_model_parallel_size
     if measured.stages.ranks != ranks:
         raise ConfigurationError(
@@ -87,7 +87,7 @@ def _of_seconds(path: Path, found: Mapping[str, Any], model: ModelConfig, parall
     return MeasuredRanks(tuple(map(float, seconds)), stages, tuple(layers))
 
 
-def _of_trace(path: Path, time_line: TimeLine, num_layers: int) -> MeasuredRanks:
+def _of_trace(path: Path, time_line: TimeLine, model: ModelConfig) -> MeasuredRanks:
     """Add up the median seconds of each rank's stages."""
     stages = time_line.stages
     if stages.v_shaped and stages.chunks != 2:
@@ -96,7 +96,7 @@ def _of_trace(path: Path, time_line: TimeLine, num_layers: int) -> MeasuredRanks
         )
     if not time_line.in_seconds:
         raise ConfigurationError(f"{_FLAG}{path} has assumed times: give a step that --profile-pipeline measured")
-    layers = _layers(path, time_line.blocks, stages.count, num_layers)
+    layers = _layers(path, time_line.blocks, stages.count, model)
     duration = measured_durations(time_line, stages)
     seconds = tuple(
         sum(duration(stage, "F") + duration(stage, "B") for stage in stages.of_rank(rank))
@@ -105,14 +105,15 @@ def _of_trace(path: Path, time_line: TimeLine, num_layers: int) -> MeasuredRanks
     return MeasuredRanks(seconds, stages, layers)
 
 
-def _layers(path: Path, blocks: Sequence[int], stages: int, num_layers: int) -> tuple[int, ...]:
+def _layers(path: Path, blocks: Sequence[int], stages: int, model: ModelConfig) -> tuple[int, ...]:
     """Return the number of layers of each stage from its blocks; they are equal in a trace that does not tell."""
+    num_layers = model.num_layers
     if not blocks and num_layers % stages == 0:
         return (num_layers // stages,) * stages
     layers = [*blocks]
     if layers:
         layers[0] -= 1
-        layers[-1] -= 1
+        layers[-1] -= 3 + model.own_depths if model.depths else 1  # depths stand between the final norm and the output
     if sum(layers) != num_layers or min(layers, default=0) < 0:
         had = f"{sum(layers)} layers" if layers else f"an unknown number of layers in each of its {stages} stages"
         raise ConfigurationError(

@@ -93,10 +93,9 @@ class Element:
 
 
 def tied_elements(config: RunConfig) -> int:
-    """Return the elements that a tensor-parallel rank has of a weight that is both embedding and output layer."""
-    tensor = config.parallel.tensor_model_parallel_size
-    tied = not config.model.untie_embeddings_and_output_weights
-    return config.model.padded_vocab_size(tensor) // tensor * config.model.hidden_size if tied else 0
+    """Return the elements that a tensor-parallel rank has of an embedding that the last stage shares."""
+    tensor, model = config.parallel.tensor_model_parallel_size, config.model
+    return model.padded_vocab_size(tensor) // tensor * model.hidden_size if model.shares_embedding else 0
 
 
 def in_flight(order: Sequence[Action]) -> Flights:

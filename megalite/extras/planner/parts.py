@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.layer_specs import pattern_of
+from megalite.config.model import with_layers
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.extras.planner.dry_run import META, dry_micro_batch
@@ -96,22 +96,12 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
 
 
 def _each_kind_twice(model: ModelConfig) -> ModelConfig:
-    """Return the network whose layers are one of each kind that there are, and another one after each."""
-    layers = [spec for spec in dict.fromkeys(model.layers) for _ in range(2)]
-    with_experts = [int(spec.feed_forward == "moe") for spec in layers]
-    windowed = [int(spec.keys_before is not None) for spec in layers]
-    unrotated = [int(not spec.rotary) for spec in layers]
-    linear = [int(spec.mixer != "attention") for spec in layers]
-    patterned = model.hybrid_layer_pattern is not None
-    return replace(
-        model,
-        num_layers=len(layers),
-        hybrid_layer_pattern=pattern_of(layers) if patterned else None,
-        moe_layer_freq=None if patterned or model.num_experts is None else str(with_experts),
-        window_attn_skip_freq=None if model.window_size is None else str(windowed),
-        no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
-        linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
-    )
+    """Return the network whose layers are one of each kind that there are, and another one after each.
+
+    With depths, which may have the layer that a network has last, it is the last one here, too.
+    """
+    kinds = sorted(dict.fromkeys(model.layers), key=lambda spec: model.depths > 0 and spec == model.layers[-1])
+    return with_layers(model, [spec for spec in kinds for _ in range(2)])
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:

@@ -104,6 +104,7 @@ def load_teacher(
     Raises ConfigurationError if the layout cannot divide it or it lacks tokens, and CheckpointError if it cannot be
     read.
     """
+    opened = opened.without_depths()
     config, mesh, stages = opened.config, chunks[0].mesh, engine.stages
     check_layout(config, mesh.size("tp"), stages.count)
     if (config.vocab_size or 0) < (known := chunks[0].vocab_size):

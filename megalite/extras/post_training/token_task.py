@@ -65,6 +65,11 @@ class TokenTask(GPTNetworkTask, DatasetTask):
                 f"Layout(cp={mesh.size('cp')}) cuts samples, and a loss of one's own for a GPT needs whole ones: "
                 "leave out cp, or loss"
             )
+        if config.model.depths:
+            raise ConfigurationError(
+                f"mtp_num_layers={config.model.depths}: a GPT on samples of one's own predicts the next token alone. "
+                "Leave it out (with finetune=True, which leaves the depths of a checkpoint out)"
+            )
         self.model, self.chunks = config.model, []
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
         self._loss = loss

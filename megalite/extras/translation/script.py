@@ -133,10 +133,8 @@ def _together(notes: Sequence[str]) -> list[str]:
     if len(empty) < 2:
         return list(notes)
     names, lines = (", ".join(dict.fromkeys(found[part] for found in empty)) for part in (2, 1))
-    return [
-        *(note for note in notes if not _EMPTY.fullmatch(note)),
-        f"lines {lines}: {names} are not set, and taken as empty in conditions",
-    ]
+    others = [note for note in notes if not _EMPTY.fullmatch(note)]
+    return [*others, f"lines {lines}: {names} are not set, and taken as empty in conditions"]
 
 
 def _program_at(command: Command) -> int | None:
@@ -156,8 +154,7 @@ def _name_of(word: str) -> str:
 def _likeness(command: Command, at: int) -> int:
     """Return how much a program looks like training: by its name, and by its flags."""
     words = {word.partition("=")[0].replace("_", "-").removeprefix("--") for word in command.words[at:]}
-    trains = not words.isdisjoint(_TRAINING_FLAGS)
-    return 2 * ("train" in PurePath(command.words[at]).name) + trains
+    return 2 * ("train" in PurePath(command.words[at]).name) + (not words.isdisjoint(_TRAINING_FLAGS))
 
 
 def _launchers(words: Sequence[str]) -> dict[str, list[str]]:
@@ -208,32 +205,23 @@ def _places(script: Script, words: Sequence[str]) -> tuple[int | None, int | Non
         if inner in ("torchrun", "ft_launcher"):
             per_node = per_node or "1"
             nodes = re.sub(r"^\d+:(?=\d+$)", "", nodes or "") or None  # the most of MIN:MAX
-    unsettled = [
-        (flag, word) for flag, word in (("--nnodes", nodes), ("--nproc-per-node", per_node or processes)) if word
-    ]
-    for flag, word in unsettled:
-        if not re.fullmatch(r"0*[1-9]\d{0,7}", word, re.ASCII):
+    for flag, word in (("--nnodes", nodes), ("--nproc-per-node", per_node or processes)):
+        if word and not re.fullmatch(r"0*[1-9]\d{0,7}", word, re.ASCII):
             unknown = next(iter(script.unknowns(word)), None)
             count = int(nodes) if flag != "--nnodes" and nodes else None
             why = f"{flag} {script.shown(word)}" + (f" in line {unknown.line}" if unknown else "")
             ways = [f"--set {unknown.name}=VALUE"] if unknown and unknown.name else []
             ways += ["--ranks RANKS"] * (flag != "--nnodes")
-            return (
-                count,
-                None,
-                f"{why} is not a number that the script tells: give {' or '.join(ways) or 'it in the script'}",
-            )
+            why += f" is not a number that the script tells: give {' or '.join(ways) or 'it in the script'}"
+            return count, None, why
     count = int(nodes) if nodes else None
     if per_node:
         return count, int(per_node), ""
     if processes and int(processes) % (count or 1) == 0:
         return count, int(processes) // (count or 1), ""
     if processes:
-        return (
-            count,
-            None,
-            f"--nproc-per-node: {processes} processes do not divide among {nodes} nodes: give --ranks RANKS",
-        )
+        why = f"--nproc-per-node: {processes} processes do not divide among {nodes} nodes: give --ranks RANKS"
+        return count, None, why
     if inner or by_mpi:
         return count, None, f"--nproc-per-node: {inner or 'mpirun'} is not told how many processes: give --ranks RANKS"
     return count, None, ""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import PurePath
 
 from megalite.errors import ConfigurationError
@@ -132,7 +132,7 @@ class Script(Declarations):
         kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
         sourced, moved, exports_all = self._sourced, self._moved, self._exports_all
         self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
-        self._locals = [set(each) for each in kept[3]]
+        self._locals = [dict(each) for each in kept[3]]
         with self._ended_by("return", "exit"):
             yield
         self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
@@ -268,19 +268,14 @@ class Script(Declarations):
     def _run_command(self, node: Node, more: Sequence[Node] = (), documents: Sequence[Node] = ()) -> bool | None:
         """Follow a command with its assignments and redirections. Returns its status, or None if that is not known."""
         line = node.line
-        own: dict[str, str] = {}
-        words = list[Node]()
-        # The line may end behind assignments: tree-sitter takes the next line for the command of two of them.
-        assignments = [(one, two) for one, two in pairwise(node.parts) if one.kind == "variable_assignment"]
-        ends = any(b"\n" in node.source[one.end : two.begin].replace(b"\\\n", b"") for one, two in assignments)
+        own, words = dict[str, str](), list[Node]()
         for part in node.parts:
             if part.kind == "variable_assignment":
-                own |= self._assign_word(part, lasting=ends)
+                own |= self._assign_word(part, lasting=False)
             elif part.kind == "file_redirect":
                 words += _words_behind(part)
             elif part.kind != "herestring_redirect":
                 words.append(part)
-        own = {} if ends else own
         words += more
         fields = [field for word in words for field in self._fields(word)]
         if not fields:
@@ -345,14 +340,14 @@ class Script(Declarations):
         self._shifted, self._moved = 0, None
         self._exported |= added
         self._calls += 1
-        self._locals.append(set(own))
+        self._locals.append({name: outer.get(name) for name in own})
         with self._ended_by("return"):
             status = self._run_whole([body])
-        mine = self._locals.pop() | {name for name in {*self._variables, *outer} if name.isdecimal()}
+        mine = self._locals.pop() | {name: outer.get(name) for name in {*self._variables, *outer} if name.isdecimal()}
         self._calls -= 1
         self._exported -= added
         after = {name: value for name, value in self._variables.items() if name not in mine}
-        self._variables = after | {name: value for name, value in outer.items() if name in mine}
+        self._variables = after | {name: value for name, value in mine.items() if value is not None}
         self._shifted, self._moved = shifted, moved
         return status
 

@@ -49,9 +49,7 @@ class Conditions(Expansion):
                 return None
             known = [text for text, word in zip(known, tokens, strict=True) if text or QUOTE.search(word.text)]
         match known:
-            case [text]:
-                return bool(text)
-            case ["-n", text]:
+            case [text] | ["-n", text]:
                 return bool(text)
             case ["-z", text]:
                 return not text

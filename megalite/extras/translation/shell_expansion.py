@@ -27,6 +27,14 @@ MARK = re.compile("\ue000(\\d+)\ue001")
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|<<=|>>=|\+\+|--")
 """Pattern of what changes a variable within an arithmetic expression."""
+_FINE = re.compile(
+    r"(^|[(,?])(?:\s*[A-Za-z_]\w*\s*(?:\[[^]]*\]\s*)?(?:<<|>>|[-+*/%&|^])?=(?!=))+"
+    r"|(?:\+\+|--)\s*[A-Za-z_]\w*|[A-Za-z_]\w*(?:\[[^]]*\])?\s*(?:\+\+|--)(?!\s*\d)",
+    re.ASCII,
+)
+"""Assignments that bash takes."""
+_NO_NUMBER = re.compile(r"(?<!#)\b(?!\d+#|0[xX][\da-fA-F]*\b|0[0-7]*\b|[1-9]\d*\b)\d|[.']|\*\*[\s(]*-", re.ASCII)
+_DIVISOR = re.compile(r"(?:[/%]=?|\*\*)[-+!~(\s]*(\w+)", re.ASCII)
 _ALL = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"', re.ASCII)
 """Word that is no word, not even an empty one, if it has no elements."""
 _QUOTED = re.compile(r"\$\{.*[-+=].*['\"\\]", re.DOTALL)
@@ -44,6 +52,7 @@ _OF_BASH = re.compile(
 _NOT_PYTHONS = re.compile(r"\\|\[[\^:.=]|\[[^]]*\[[:.=]|[?*+@!]\(")
 """Characters of a pattern that have another meaning in Python."""
 _NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
+_BLANKS, _WORD = (" ", "\t", "\n"), re.compile(r"[^ \t\n]+")  # to Python, there is more white space
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -172,7 +181,7 @@ class Expansion:
         """Return the words that a word becomes when its variables are replaced."""
         fields, current, none = list[str](), None, False
         for values, whole in self._pieces(node, False):
-            if whole is None and any(value.split() != [value] for value in values):
+            if whole is None and any(_WORD.findall(value) != [value] for value in values):
                 values, whole = [self._divided(self._unknown(node.text, node.line))], True
             none = none or not values
             if whole and len(values) == 1:
@@ -181,16 +190,16 @@ class Expansion:
             pieces, text = values, ""
             if not whole:
                 text = self._divided("\0".join(values))  # the elements of an array stay apart
-                pieces = [each for value in text.split("\0") for each in value.split()]
+                pieces = [each for value in text.split("\0") for each in _WORD.findall(value)]
                 if re.search(r"[*?]", text):
                     pieces = [self._divided(self._unknown(node.text, node.line))]
-                if text[:1].isspace() and current is not None:
+                if text.startswith(_BLANKS) and current is not None:
                     fields.append(current)
                     current = None
             if pieces:
                 fields += [(current or "") + pieces[0], *pieces[1:]]
                 current = fields.pop()
-                if text[-1:].isspace():
+                if text.endswith(_BLANKS):
                     fields.append(current)
                     current = None
         if current is not None and not (none and _ALL.fullmatch(node.text)):
@@ -255,6 +264,9 @@ class Expansion:
         if found is None:
             return [self._unknown(node.text, line)]
         length, name, index, change = found.groups()[:4]
+        place = "0"
+        for subscript in (part for part in node.parts if part.kind == "subscript"):  # it may assign, whatever it is of
+            place = self._arithmetic(subscript.text, subscript.parts[2:-1], line)
         value = self._look_up(name)
         if length:
             if isinstance(value, list) and index in ("@", "*"):
@@ -264,7 +276,7 @@ class Expansion:
         if index in ("@", "*") and isinstance(value, str) and name in self._given:
             value = value.split()
         if isinstance(value, list) and name not in "@*":
-            value = value if index in ("@", "*") else self._element(value, index or "0", node)
+            value = value if index in ("@", "*") else self._element(value, place, node)
         elif index not in (None, "@", "*", "0"):
             return [self._unknown(node.text, line)]
         if change is not None:
@@ -284,6 +296,8 @@ class Expansion:
                 value = "".join(map(" ".join, pieces))
                 if change[-1] != "=" and len(operand) == 1 and _ALL.fullmatch(operand[0].text):
                     return pieces[-1]
+                if change[-1] == "=" and not name.isidentifier():
+                    raise ConfigurationError(f"line {line}: {node.text} is not followed: bash cannot assign to {name}")
                 if change[-1] == "=" and index is None:
                     self._assign(name, value, line)
                 elif change[-1] == "=":
@@ -323,9 +337,6 @@ class Expansion:
         return self._variables.get(name)
 
     def _element(self, values: list[str], index: str, node: Node) -> str | None:
-        if not index.isdecimal():
-            subscript = next(part for part in node.parts if part.kind == "subscript")
-            index = self._arithmetic(index, subscript.parts[2:-1], node.line)
         if any(map(self.unknowns, values)) or not index.isdecimal() or len(index) > 6:
             return self._unknown(node.text, node.line)
         return values[int(index)] if int(index) < len(values) else None
@@ -334,15 +345,28 @@ class Expansion:
         """Return the value of an arithmetic expression of whole numbers."""
         expanded = " ".join(" ".join(values) for node in nodes for values, _ in self._pieces(node, True))
         plain = re.fullmatch(r"[\w\s()+*/%-]{1,200}", expanded, re.ASCII)
-        if _ASSIGNS.search(expanded):
-            self._change(expanded, line)
-        elif plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
+        # Powers, and some numbers, are not what they are in Python.
+        if not (assigns := _ASSIGNS.search(expanded)) and plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ArithmeticError):
-                tree = ast.parse(expanded.strip().replace("/", "//"), mode="eval")
-                value = self._number(tree.body)
+                value = self._number(ast.parse(expanded.strip().replace("/", "//"), mode="eval").body)
                 if -(2**63) <= value < 2**63:
                     return str(value)
+        if text.partition("[")[0] not in self._peculiar and not self._is_sound(expanded):  # a key may be any text
+            raise ConfigurationError(f"line {line}: {text[:80]} is not followed: bash may fail to calculate it")
+        self._change(expanded if assigns else "", line)
         return self._unknown(text, line)
+
+    def _is_sound(self, text: str) -> bool:
+        """Tell whether bash calculates an expression without an error, with no variable 0 that nothing sets."""
+        names = {*re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII)} & self._variables.keys()
+        values = {name: [v] if isinstance(v := self._variables[name], str) else v for name in names}
+        for value in (each for elements in values.values() for each in elements):
+            number = re.fullmatch(r"\s*[-+]?(0[0-7]*|[1-9]\d{0,17})?\s*", value, re.ASCII)
+            if not number and not MARK.search(value) and (not value.isidentifier() or value in self._variables):
+                return False
+        divisors = ["".join(values.get(each, [each.strip("0") and "1"])[:1]) for each in _DIVISOR.findall(text)]
+        zero = any(re.fullmatch(r"0*|-.*|[A-Za-z_].*", divisor) for divisor in divisors)
+        return not (zero or _NO_NUMBER.search(text) or _ASSIGNS.search(_FINE.sub(r"\1", text)))
 
     def _number(self, node: Any) -> int:
         """Return the value of a node of an expression, as shells calculate it. Raises ValueError for anything else."""

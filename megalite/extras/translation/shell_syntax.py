@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megalite.data.optional import optional_import
@@ -70,8 +71,7 @@ def parse(text: str, line: int | None = None) -> Node:
     stop = time.process_time() + _SECONDS
     try:
         tree = library.Parser(library.Language(grammar.language())).parse(
-            lambda at, _: source[at : at + 65536],
-            progress_callback=lambda _at, _error: time.process_time() > stop,
+            lambda at, _: source[at : at + 65536], progress_callback=lambda _at, _error: time.process_time() > stop
         )
     except ValueError:
         raise ConfigurationError(f"cannot be read as a shell script within {_SECONDS:.0f} seconds") from None
@@ -79,7 +79,8 @@ def parse(text: str, line: int | None = None) -> Node:
         wrong = _first_error(tree.root_node)
         place = shown(visible(source[wrong.start_byte :][:40].decode(errors="ignore")))
         raise ConfigurationError(f"line {line or wrong.start_point[0] + 1}: not a shell script from {place} on")
-    return _node(tree.root_node, source, line, 0)
+    root, ends = _node(tree.root_node, source, line, 0, found := list[int]()), sorted({0, *found, len(source)})
+    return parse(b";".join(source[a:b] for a, b in pairwise(ends)).decode(), line) if found else root
 
 
 def visible(text: str) -> str:
@@ -97,7 +98,7 @@ def _first_error(node: tree_sitter.Node) -> tree_sitter.Node:
     return node
 
 
-def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int) -> Node:
+def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int, ends: list[int]) -> Node:
     """Copy a node of tree-sitter, with the spaces between words. Raises ConfigurationError for senseless text."""
     number = line or found.start_point[0] + 1
     if depth > _DEEPEST:
@@ -108,7 +109,7 @@ def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int) 
     ):  # which may have the space before them
         begin = _SPACE.match(source, begin).end()  # type: ignore[union-attr]
     with_spaces, at = found.type in _WITH_SPACES, begin
-    for child in [_node(child, source, line, depth + 1) for child in found.children]:
+    for child in [_node(child, source, line, depth + 1, ends) for child in found.children]:
         gap = source[at : child.begin]
         at = child.end
         if with_spaces:
@@ -120,6 +121,9 @@ def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int) 
                 child = Node("concatenation", number, (parts[-1], child), source, parts.pop().begin, child.end)
             elif parts[-1].kind in ("variable_assignment", "command_name"):
                 raise ConfigurationError(f"line {number}: cannot tell whether {shown(child.text)} is a word of its own")
+        # The line may end behind assignments: tree-sitter takes the next, or `else`, for the command of two of them.
+        if found.type == "command" and parts and parts[-1].kind == "variable_assignment":
+            ends += [parts[-1].end] if b"\n" in source[parts[-1].end : child.begin].replace(b"\\\n", b"") else []
         parts += [child] if child.kind != "comment" else []
     if with_spaces and parts and at < found.end_byte:
         parts.append(Node("space", number, (), source, at, found.end_byte))

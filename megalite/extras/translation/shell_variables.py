@@ -43,7 +43,7 @@ class Declarations(Conditions):
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__(variables)
         self._exported: set[str] = set()
-        self._locals: list[set[str]] = []
+        self._locals: list[dict[str, str | list[str] | None]] = []
         self._functions: dict[str, tuple[int | None, tuple[Node, ...]]] = {}
         """Bodies that a function may have, and the line of the condition on which that depends."""
         self._exports_all = False
@@ -56,10 +56,8 @@ class Declarations(Conditions):
     def _define(self, name: str, body: Node) -> None:
         """Remember a function."""
         if name in _NO_FUNCTIONS:
-            raise ConfigurationError(
-                f"line {body.line}: a function {name} is not followed, since the word has a meaning of its own: give "
-                "it another name"
-            )
+            why = "since the word has a meaning of its own: give it another name"
+            raise ConfigurationError(f"line {body.line}: a function {name} is not followed, {why}")
         _, others = self._functions.get(name, (None, ())) if self._uncertain is not None else (None, ())
         self._functions[name] = self._uncertain, (*others, body)
 
@@ -79,16 +77,20 @@ class Declarations(Conditions):
                 raise ConfigurationError(f"line {node.line}: {keyword.kind} -n is not followed: write the name itself")
             if set(letters) & set("iluA"):
                 self._peculiar |= dict.fromkeys(names, node.line)
-        values: dict[str, str] = {}
+        options = "".join(field for field in fields if field.startswith("-"))
+        locked = dict.fromkeys(names if keyword.kind == "readonly" or "r" in options else (), node.line)
+        self._peculiar |= locked if len(locked) < len(names) else {}  # one that stands there twice is read-only at once
+        values, kept = dict[str, str](), dict(self._variables)
         for word in assigned:  # all are expanded before one is assigned
             values |= self._assign_word(word, lasting=False)
-        options = "".join(field for field in fields if field.startswith("-"))
         if keyword.kind == "local" and not self._locals:
             raise ConfigurationError(f"line {node.line}: local is not followed outside of a function: leave it out")
         if self._locals and keyword.kind in ("local", "declare", "typeset") and "g" not in options:
-            for name in {*plain} - self._locals[-1]:
-                self._forget(name, node.line)
-            self._locals[-1] |= set(names)
+            for name in (each for each in names if each not in self._locals[-1]):
+                unsure = None if self._uncertain is None else self._unknown(f"${name}", node.line, name)
+                self._locals[-1][name] = unsure or kept.get(name)
+                if name in plain:
+                    self._forget(name, node.line)
         for field in given:
             name, equals, value = field.partition("=")
             if any(not unknown.unset for unknown in self.unknowns(name)):
@@ -99,8 +101,7 @@ class Declarations(Conditions):
                 values[name] = value
         for name, value in values.items():
             self._assign(name, value, node.line)
-        if keyword.kind == "readonly" or "r" in options:
-            self._peculiar |= dict.fromkeys(names, node.line)
+        self._peculiar |= locked
         if keyword.kind == "export" or any(re.match("-[a-z]*x", field) for field in fields):
             self._exported |= set(names)
         return True
@@ -152,9 +153,8 @@ class Declarations(Conditions):
         while fields[at : at + 1] and re.fullmatch(r"[-+][aeuxvhmbCETfo]+", fields[at]):
             names = fields[at + 1 : at + 1 + fields[at].count("o")]
             if not _SET_OPTIONS.issuperset(names):
-                raise ConfigurationError(
-                    f"line {line}: set {self.shown(' '.join(fields))[:80]} is not followed: leave it out"
-                )
+                words = self.shown(" ".join(fields))[:80]
+                raise ConfigurationError(f"line {line}: set {words} is not followed: leave it out")
             if "a" in fields[at] or "allexport" in names:
                 self._exports_all = fields[at].startswith("-")
             at += 1 + len(names)
@@ -218,6 +218,5 @@ class Declarations(Conditions):
         """Refuse options of a shell that change how it reads or runs commands."""
         for field in fields:
             if not _SHELL_OPTION.fullmatch(field) and field not in _SET_OPTIONS - {"allexport"}:
-                raise ConfigurationError(
-                    f"line {line}: a shell with {self.shown(field)[:80]} is not followed: leave it out"
-                )
+                option = self.shown(field)[:80]
+                raise ConfigurationError(f"line {line}: a shell with {option} is not followed: leave it out")

@@ -32,10 +32,8 @@ def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
     vocabulary, source = known_vocabulary(config)
     model = replace(model, vocab_size=vocabulary)
     yield f"model: {_count(config, model):,} parameters, with {vocabulary:,} tokens ({source})"
-    yield (
-        f"network: {model.num_layers} layers; hidden {model.hidden_size} for {model.num_attention_heads} heads of "
-        + (f"{model.head_dim}")
-    )
+    heads = f"{model.num_attention_heads} heads of {model.score_width}"
+    yield f"network: {model.num_layers} layers; hidden {model.hidden_size} for {heads}"
     if started is None:
         yield f"ranks: {least} or a multiple, as the layout needs; the file does not say how many"
     elif fits:

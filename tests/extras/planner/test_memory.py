@@ -34,6 +34,10 @@ LAYOUTS = [
     "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
     "--data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload --parameter-offload",
     "--tp 2 --sequence-parallel --pp 2 --mlp-chunks-for-training 3",
+    "--tp 2 --sequence-parallel --mtp-num-layers 1 --use-distributed-optimizer",
+    "--pp 4 --mtp-num-layers 2 --untie-embeddings-and-output-weights --use-distributed-optimizer",
+    "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 9 --mtp-num-layers 2 --mtp-standalone "
+    "--use-distributed-optimizer",
 ]
 RANKS = 32
 

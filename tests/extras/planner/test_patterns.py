@@ -36,6 +36,8 @@ FLAGS = """--hidden-size 512 --num-attention-heads 8 --ffn-hidden-size 1408 --se
 MAMBA = "--mamba-state-dim 64 --mamba-num-groups 4"
 DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 64 --linear-value-head-dim 64"
 KIMI = "--kda-num-heads 8 --kda-head-dim 64"
+LATENTS = "--q-lora-rank 192 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+LATENTS += " --qk-layernorm --position-embedding-type rope"
 EXPERTS = "--num-experts 8 --moe-router-topk 2"
 
 
@@ -60,6 +62,8 @@ CELLS = {
     "ep": f"--hybrid-layer-pattern GEG*E {DELTA} {EXPERTS} --ep 4 --tp 2 --sequence-parallel",
     "cp": f"--hybrid-layer-pattern M-G-|*- {MAMBA} {DELTA} --pp 2 --cp 2 --recompute-activations",
     "further": f"--hybrid-layer-pattern KL*-K- {KIMI} --tp 2 --cp 2 --sequence-parallel --use-distributed-optimizer",
+    "latents": f"--hybrid-layer-pattern +-G+ {LATENTS} {DELTA} --tp 2 --sequence-parallel",
+    "latents, cp": f"--multi-latent-attention --num-layers 4 {LATENTS} --pp 2 --cp 2 --recompute-activations",
     "windows": "--hybrid-layer-pattern *-*|*-- --pp 2 --window-size 99,0 --window-attn-skip-freq [1,0,0,0,0,0]",
     "zero": f"--hybrid-layer-pattern M*-M {MAMBA} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --data-parallel-sharding-strategy optim_grads --untie-embeddings-and-output-weights",
@@ -89,6 +93,7 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
     [
         pytest.param(f"--hybrid-layer-pattern M-G-*- {MAMBA} {DELTA} --tp 2", id="tp"),
         pytest.param(f"--hybrid-layer-pattern M*-|G-M- {MAMBA} {DELTA} --pp 2 --recompute-activations", id="pp"),
+        pytest.param(f"--multi-latent-attention --num-layers 4 {LATENTS} --tp 2 --sequence-parallel", id="latents"),
     ],
 )
 def test_activations_are_those_that_ranks_count(flags: str, run: Run) -> None:
@@ -140,6 +145,7 @@ def test_a_gpt_with_linear_attention_has_the_parts_of_its_halves(frequency: str)
         pytest.param(f"--hybrid-layer-pattern MG*- {MAMBA} {DELTA}", id="dense"),
         pytest.param(f"--hybrid-layer-pattern KL*- {KIMI}", id="further"),
         pytest.param(f"--hybrid-layer-pattern ME*- {MAMBA} {EXPERTS}", id="experts"),
+        pytest.param(f"--hybrid-layer-pattern=+-+- {LATENTS}", id="latents"),
     ],
 )
 def test_bounds_are_below_what_they_bound(flags: str) -> None:

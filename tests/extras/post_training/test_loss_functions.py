@@ -178,6 +178,12 @@ def test_each_step_of_a_run_samples_other_tokens_and_scores_them_as_training_doe
     assert generated[0] != generated[1]
 
 
+def test_depths_are_refused() -> None:
+    config = megalite.GPTConfig(1, 8, 2, vocab_size=32, position_embedding_type="rope", mtp_num_layers=1)
+    with pytest.raises(ConfigurationError, match="mtp_num_layers=1: a GPT on samples of one's own predicts the next"):
+        megalite.Trainer(config, seq_length=8, micro_batch_size=2, optimizer=megalite.SGD(lr=0.0), quiet=True)
+
+
 def test_experts_keep_their_balancing_losses_beside_a_loss_of_ones_own() -> None:
     """The step is that of the same loss as the GPT's own."""
     config = megalite.GPTConfig(

@@ -1,0 +1,29 @@
+"""Attention: costs, and flags. The rules of its positions are in `validate_model.py`."""
+
+from __future__ import annotations
+
+from megalite.config.kinds.kind import Kind, Split
+from megalite.config.model import ModelConfig
+
+OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
+    query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
+    rope_scaling_* yarn_* mscale mscale_all_dim qk_layernorm_over_heads softmax_type attention_output_gate no_rope_freq
+    attention_dropout kv_channels"""
+"""Fields that nothing but attention reads, beside the number of its heads. Without it, they are turned off."""
+
+
+def _weights(model: ModelConfig) -> int:
+    of_heads = 3 if model.attention_output_gate else 2  # queries, perhaps gates, and the output layer
+    return model.hidden_size * (of_heads * model.num_attention_heads + 2 * model.kv_groups) * model.head_dim
+
+
+def _products(model: ModelConfig, seen: float) -> float:
+    scores_and_context = 2 * model.num_attention_heads * model.head_dim * seen
+    return _weights(model) + scores_and_context
+
+
+ATTENTION = Kind(
+    _weights,
+    _products,
+    splits=lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
+)

@@ -1,0 +1,95 @@
+"""Weights in blocks of fp8 (e4m3), as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published.
+
+A matrix NAME.weight is stored in fp8 beside NAME.weight_scale_inv in fp32, with a number for each tile of 128 x 128, by
+which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.tensors import Kind
+from megalite.conversion.config_keys import Json, Keys
+from megalite.conversion.mapping import LastTensor, Stored
+from megalite.errors import CheckpointError
+from megalite.small_files import shown
+
+_SCALE = "_scale_inv"
+_TILE = 128
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("fp8",),
+    "weight_block_size": ([_TILE, _TILE],),
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "activation_scheme": ("dynamic",),  # here, activations are not quantized
+    "scale_fmt": ("ue8m0", "float"),  # how scales were rounded: they are fp32 in any case
+}
+_NO_EFFECT = ("modules_to_not_convert", "ignored_layers")  # the files show it
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def quantization() -> Keys:
+    """Return the entry for quantized weights, which may be in such blocks. Written files have none."""
+
+    def read(config: Json) -> dict[str, Any]:
+        found = config.get("quantization_config") or {}
+        if found and "quant_method" not in found:
+            raise CheckpointError(f"quantization_config is {shown(found)}, it has no quant_method")
+        for name, value in found.items():
+            if name not in _NO_EFFECT and value not in _KNOWN.get(name, ()):
+                supported = " or ".join(map(repr, _KNOWN.get(name, ()))) or "no such key"
+                raise CheckpointError(
+                    f"{name[:80]} of quantization_config is {shown(value)}, but only {supported} is supported"
+                )
+        if found:
+            _dtype(config)
+        return {}
+
+    return Keys(("quantization_config",), read, lambda _: {})
+
+
+def _dtype(config: Json) -> torch.dtype:
+    """Return the dtype of the weights that a config.json names, bf16 if it names none."""
+    name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"torch_dtype is {shown(name)}, but only {', '.join(_DTYPES)} are supported")
+    return _DTYPES[name]
+
+
+def unpacked(stored: Stored, config: Json) -> Stored:
+    """Return the tensors with each pair of values and scales replaced by the weight, which is made when it is read.
+
+    Weights have the dtype that config.json names. Raises CheckpointError if a pair is incomplete, or its shapes do not
+    fit together.
+    """
+    found, last = dict(stored), LastTensor()
+    for scale in [name for name in stored if name.endswith(f".weight{_SCALE}")]:
+        name = scale.removesuffix(_SCALE)
+        scales, read_scales = found.pop(scale)
+        if name not in found:
+            raise CheckpointError(f"{scale} has no {name} beside it")
+        values, read_values = found[name]
+        tiles = tuple(-(-size // _TILE) for size in values.shape)
+        dtypes = (values.dtype, scales.dtype)
+        if len(tiles) != 2 or tiles != scales.shape or dtypes != (torch.float8_e4m3fn, torch.float32):
+            raise CheckpointError(
+                f"{name} {list(values.shape)} and {scale} {list(scales.shape)} are not fp8 in blocks of 128 x 128"
+            )
+        dtype = _dtype(config)
+        make = partial(_multiply, read_values, read_scales, dtype)
+        found[name] = Kind(values.shape, dtype), partial(last.get, name, make)
+    return found
+
+
+def _multiply(read_values: Callable[[], Tensor], read_scales: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
+    """Return a weight, each value multiplied in fp32 and rounded once, computed for a row of tiles after the other."""
+    values, scales = read_values(), read_scales()
+    weight = torch.empty(values.shape, dtype=dtype)
+    for tile, row in enumerate(scales):
+        rows = slice(tile * _TILE, (tile + 1) * _TILE)
+        weight[rows] = values[rows].float() * row.repeat_interleave(_TILE)[: values.shape[1]]
+    return weight
