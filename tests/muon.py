@@ -37,9 +37,13 @@ def matrices(name: str, tensor: Tensor, *, per_head: bool = False) -> Tensor | N
     """
     kind = name.split(".")[-1]
     of_heads = ("query", "key", "value", "key_value", "gate", "query_up", "key_value_up", "z", "decay_b", "gate_b")
+    if ".indexer." in name and kind in ("key", "weights"):
+        return tensor.unsqueeze(0)
     if per_head and kind in of_heads and "mamba" not in name and tensor.dim() > 2:
         return tensor.flatten(0, -3)
     own = (["mamba"], ["gated_delta"], ["kimi_delta"], ["short_convolution"], ["latent_attention"])
+    if ".indexer." in name and "norm" not in name:
+        return tensor.flatten(0, -2).unsqueeze(0)
     if name.split(".")[2:3] in own:
         if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight") or kind.endswith("_bias"):
             return None

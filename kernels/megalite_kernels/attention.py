@@ -160,7 +160,7 @@ def attention(
         return output
     if not fused:
         # Unfused: scaled_dot_product_attention supports neither a soft cap nor a given dropout mask.
-        scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
+        scores = masked_scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
         probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
         if dropout is not None:
             probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
@@ -226,7 +226,7 @@ def attention_with_lse(
     mask = _causal(query, key) if mask is None else mask
     # A softmax over no keys is NaN, and so is its gradient. Such queries see all keys here, and are masked afterwards.
     blind = ~mask.any(dim=-1, keepdim=True)
-    scores = _scores(query, key, mask | blind, scale, cap)
+    scores = masked_scores(query, key, mask | blind, scale, cap)
     lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     if kept is not None:
@@ -260,7 +260,7 @@ class _BlocksOnMeta(torch.autograd.Function):
         return flash_attention_gradients(gradients[0], query, key, value, output, lse, None, True, 1.0)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
+def masked_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
     """Compute scores [batch, heads, queries, keys] in fp32 or wider, with -inf for masked keys."""
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = query @ _for_heads_of(query, key).transpose(2, 3)

@@ -76,8 +76,10 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
 def _variant(model: ModelConfig) -> Iterator[str]:
     """Yield what is wrong with the mixer of those layers of a GPT that have no attention."""
     variant = model.experimental_attention_variant
-    if variant is None:
+    if variant != "gated_delta_net":
         yield from needs(model, "linear_attention_freq", "--experimental-attention-variant gated_delta_net")
+        if variant == "dsa" and not model.multi_latent_attention:
+            yield "--experimental-attention-variant dsa needs --multi-latent-attention"
     elif model.linear_attention_freq is None:
         yield f"--experimental-attention-variant {variant} needs --linear-attention-freq, for the layers that have it"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,7 @@ class LayerContext:
         replayed: [tokens of `rows`, batch, layers with experts, topk], as in `MicroBatch`.
         choices: as in `MicroBatch`.
         first_keys: as in `MicroBatch`: where the documents of a sample begin.
+        chosen: the keys that each layer with an indexer has chosen, by its number, for layers that share them.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -136,6 +137,14 @@ class LayerContext:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     first_keys: Tensor | None = None
+    chosen: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+def tokens_of(micro_batch: MicroBatch) -> Tensor:
+    """Return the number of tokens that are not padding."""
+    if micro_batch.padding is None:
+        return torch.tensor(micro_batch.tokens.numel())
+    return (~micro_batch.padding).sum()
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

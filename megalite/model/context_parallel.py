@@ -22,6 +22,7 @@ from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
+from megalite.parallel.mesh import Group
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
@@ -327,3 +328,30 @@ class ContextParallelCore:
             for runs in members
         )
         return SequenceLayout(length, counted, self.head_exchange.rank)
+
+
+def attend_in_blocks(
+    query: Tensor,
+    key_value: Tensor,
+    blocks: MaskedRound,
+    *,
+    scale: float,
+    cap: float | None,
+    dropout: DropoutMask | None,
+) -> Tensor:
+    """Compute attention to all keys of a sample, which this rank has, by blocks of queries with a mask of their own.
+
+    Args:
+        query: [batch, heads, queries, width].
+        key_value: keys and values, [2, batch, heads, tokens of the sample, width].
+        blocks: blocks of queries and their masks, which may be made when they are asked for.
+        dropout: as in `_Calls`.
+
+    Returns:
+        [batch, heads, queries, width].
+    """
+    tokens = key_value.shape[-2]
+    alone = Gather(Group((0,), 0), SequenceLayout.whole(tokens))
+    calls = _Calls([blocks], alone, None, scale, cap, dropout, tokens)
+    output: Tensor = _AttentionByParts.apply(query, key_value, None, None, calls)
+    return output

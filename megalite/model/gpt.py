@@ -110,6 +110,11 @@ class GPT(StageModule):
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
             output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig(), use)
             self.head = Head(norm, output, 1.0 / config.logits_scaling)
+        if config.trains_indexers_alone:
+            self.requires_grad_(False)
+            for _, layer in self.numbered_layers():
+                if (indexer := getattr(layer.attention, "indexer", None)) is not None:
+                    indexer.requires_grad_(config.trains_indexers)
 
     def _make_embedding(self, word: Sharding) -> Embedding:
         """Make the embedding of tokens, with that of positions if they are learned."""
@@ -317,7 +322,8 @@ def messages(
         sequence: tokens per sample on a rank between layers. Under sequence parallelism this is its part of them.
         batch: samples per micro-batch.
     """
-    return ((TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype),),) * (stages - 1)
+    shape, trained = (sequence, batch, config.hidden_size), not config.trains_indexers_alone
+    return ((TensorSpec(HIDDEN_STATES, shape, dtype, gradient=trained),),) * (stages - 1)
 
 
 class NetworkOptions(TypedDict, total=False):

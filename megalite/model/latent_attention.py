@@ -29,13 +29,16 @@ from megalite.model.cache import StageCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
+from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
+from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated, soft_cap
+from megalite_kernels.attention import Mask
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -123,13 +126,18 @@ class LatentAttention(nn.Module):
             site=Site(layer, "attention"),
             recompute=recompute,
         )
-        self.core: Callable[..., Tensor] = local
         self.latents_travel = False
         """True if context-parallel ranks send latents, and not the keys and values that are made of them."""
-        if context.mesh.size("cp") > 1:
-            self.core = core = ContextParallelCore(local, context, way or AttentionWay())
-            of_heads = 2 * self.heads * max(sizes.query_width, sizes.value_width)
-            self.latents_travel = core.head_exchange.size == 1 and sizes.rank + sizes.rotated < of_heads
+        self.core = self.make_core(local, context, way or AttentionWay())
+
+    def make_core(self, local: LocalCore, context: ParallelContext, way: AttentionWay) -> Callable[..., Tensor]:
+        """Return what attends to the keys and values of all ranks, given what does so on one rank."""
+        if context.mesh.size("cp") == 1:
+            return local
+        core, sizes = ContextParallelCore(local, context, way), self.sizes
+        of_heads = 2 * self.heads * max(sizes.query_width, sizes.value_width)
+        self.latents_travel = core.head_exchange.size == 1 and sizes.rank + sizes.rotated < of_heads
+        return core
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: LatentSizes) -> None:
         """Make the matrices: downs together, those of the layer's input to the heads together, ups and output apart."""
@@ -177,26 +185,41 @@ class LatentAttention(nn.Module):
         """The collectives of forward with the other context-parallel ranks."""
         return list(getattr(self.core, "inside", ()))
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor | tuple[Tensor, TermSums]:
         """Apply attention. With a cache, tokens also attend to the cached ones."""
-        query, gate, latent, rotated_key = self._project(hidden, context)
+        of_query, latents = self.latents(hidden)
+        query, gate, latent, rotated_key = self.project(hidden, of_query, latents, context)
         mixed = self.attend(query, latent, rotated_key, context)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
-    def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return queries, gates if there are any, latents of keys and values, and rotated keys.
+    def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents of this rank's tokens between layers, behind their norms, [sequence, batch, ...].
 
-        Queries are [sequence, batch, heads, query width], gates [sequence, batch, heads * value width], latents
-        [sequence, batch, rank], and rotated keys [sequence, batch, rotated].
+        They are that of queries, or the layer's input without one, and that of keys and values with the rotated key.
         """
-        sizes = self.sizes
         *of_query, latent, rotated_key = self.down(hidden).split(self.down_widths, dim=-1)
         if self.key_value_norm is not None:
             latent = self.key_value_norm(latent)
-        latent, rotated_key = self.share(torch.cat([latent, rotated_key], dim=-1))
+        of_queries = of_query[0] if of_query else hidden
+        if self.query_norm is not None:
+            of_queries = self.query_norm(of_queries)
+        return of_queries, torch.cat([latent, rotated_key], dim=-1)
+
+    def project(
+        self, hidden: Tensor, of_queries: Tensor, latents: Tensor, context: LayerContext
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries, gates if there are any, latents of keys and values, and rotated keys, of all heads' tokens.
+
+        Queries are [sequence, batch, heads, query width], gates [sequence, batch, heads * value width], latents
+        [sequence, batch, rank], and rotated keys [sequence, batch, rotated].
+
+        `of_queries`, `latents`: what `latents` returns.
+        """
+        sizes = self.sizes
+        latent, rotated_key = self.share(latents)
         projected = gate = None if self.of_input is None else self.of_input(hidden)
         if self.query_up is not None:
-            query = self.query_up(of_query[0] if self.query_norm is None else self.query_norm(of_query[0]))
+            query = self.query_up(of_queries)
         else:
             assert projected is not None
             query, gate = projected.tensor_split([self.heads * sizes.query_width], dim=-1)
@@ -217,18 +240,33 @@ class LatentAttention(nn.Module):
 
     def attend(self, query: Tensor, latent: Tensor, rotated_key: Tensor, context: LayerContext) -> Tensor:
         """Return the weighted values, [sequence, batch, heads * value width]."""
-        mask, random = context.masks[None], context.key if self.training else None
+        mask = context.masks[None]
         if (cache := context.cache) is not None:
+            assert mask is None or isinstance(mask, Tensor)
             kept = cache.of(self, LatentCache).extend(torch.cat([latent, rotated_key], dim=-1), cache)
-            if self._absorbing_is_less(len(query), len(kept)):
-                assert mask is None or isinstance(mask, Tensor)
-                return self._absorbed(query, kept, mask)
-            latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+            return self.attend_kept(query, kept, mask, context)
         if self.latents_travel:
+            random = context.key if self.training else None
             return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), mask, context.layout, random)
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+
+    def attend_kept(self, query: Tensor, kept: Tensor, mask: Tensor | None, context: LayerContext) -> Tensor:
+        """Attend to kept latents and rotated keys [tokens, batch, rank + rotated]. `mask`: see `_absorbed`."""
+        if self._absorbing_is_less(len(query), len(kept)):
+            return self._absorbed(query, kept, mask)
+        latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+
+    def attend_to(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | SampleMask, context: LayerContext
+    ) -> Tensor:
+        """Attend to keys and values [tokens, batch, heads, width]."""
+        return self.core(query, key, value, mask, context.layout, context.key if self.training else None)
+
+    def keys_and_values(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of this rank's heads, [tokens, batch, heads, width] each."""
         of_heads = product(latent, self.key_value_up).unflatten(-1, (self.heads, -1))
-        key, value = keys_and_values(of_heads, rotated_key, self.sizes.key_width)
-        return self.core(query, key, value, mask, context.layout, random)
+        return keys_and_values(of_heads, rotated_key, self.sizes.key_width)
 
     def _travelled(self, query: Tensor, latents: Tensor, *arguments: object) -> Tensor:
         """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""

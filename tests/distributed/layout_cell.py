@@ -26,6 +26,7 @@ from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
 from tests.prediction_oracle import Depths
 from tests.prediction_weights import NetworkWithDepths
+from tests.sparse_oracle import Indexing
 
 SEQUENCE = 12
 LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
@@ -49,6 +50,18 @@ LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
     "few": (3, 2, 4, 4, 6),
 }
 """Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
+INDEXING = {
+    "few": Indexing(3, 6, 5),
+    "sparse loss": Indexing(2, 4, 4, sparse_loss=True, interleaved=True),
+    "without relu": Indexing(1, 5, 3, relu=False),
+    "more than is seen": Indexing(4, 4, 50),
+    "without loss": Indexing(4, 4, 6, coefficient=None),
+    "warmup": Indexing(3, 6, 5, stage="warmup"),
+    "indexer": Indexing(2, 4, 6, stage="indexer", sparse_loss=True),
+    "every second": Indexing(3, 4, 5, every=2),
+    "from the second on": Indexing(3, 4, 5, every=3, offset=2, sparse_loss=True),
+}
+"""Options of sparse attention; rotated are at most 4 channels."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
@@ -147,6 +160,7 @@ class Cell:
     no_rope_freq: str | None = None  # layers without rotary positions
     output_norm_freq: str | None = None  # layers with norms behind their halves
     latents: str | None = None  # attention over latents of these sizes
+    indexing: str | None = None  # sparse attention with an indexer of these options
     yarn: bool = False  # with factors of the scores
     without_positions: bool = False  # for latents: neither a table nor a rotation
     softmax_type: str = "vanilla"
@@ -353,6 +367,7 @@ def latent_options(cell: Cell) -> dict[str, Any]:
     yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}
     return {
         "multi_latent_attention": cell.pattern is None,
+        **indexing_options(cell),
         "q_lora_rank": query_rank,
         "kv_lora_rank": rank,
         "qk_head_dim": keys,
@@ -365,6 +380,36 @@ def latent_options(cell: Cell) -> dict[str, Any]:
         **(yarn | {"yarn_original_max_position_embeddings": 64} if cell.yarn else {}),
         **({"position_embedding_type": "none"} if cell.without_positions else {}),
     }
+
+
+def indexing_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of sparse attention; none in networks without it."""
+    if cell.indexing is None:
+        return {}
+    indexing = INDEXING[cell.indexing]
+    return {
+        "experimental_attention_variant": "dsa" if cell.pattern is None else None,
+        "dsa_indexer_n_heads": indexing.heads,
+        "dsa_indexer_head_dim": indexing.width,
+        "dsa_indexer_topk": indexing.topk,
+        "dsa_indexer_loss_coeff": indexing.coefficient,
+        "dsa_indexer_use_sparse_loss": indexing.sparse_loss,
+        "dsa_stage": indexing.stage,
+        "dsa_indexer_rope_interleaved": indexing.interleaved,
+        "dsa_indexer_scoring_relu": indexing.relu,
+        "dsa_indexer_k_norm_epsilon": indexing.epsilon,
+        "dsa_indexer_topk_freq": indexing.every,
+        "dsa_indexer_skip_topk_offset": indexing.offset,
+    }
+
+
+def sparse_layers(cell: Cell) -> list[int]:
+    """Return the numbers, among layers of latent attention, of those with sparse attention."""
+    if cell.indexing is None:
+        return []
+    if cell.pattern is None:
+        return list(range(LAYERS))
+    return [number for number, letter in enumerate(re.sub(r"[^+D]", "", cell.pattern)) if letter == "D"]
 
 
 def _plain_model(cell: Cell) -> ModelConfig:
@@ -529,6 +574,12 @@ def network(cell: Cell) -> Network:
         kimi=KIMI[cell.recurrent],
         router_bias=oss,
         latents=None if cell.latents is None else LATENTS[cell.latents],
+        indexers=None if cell.indexing is None else (INDEXING[cell.indexing].heads, INDEXING[cell.indexing].width),
+        indexed=tuple(
+            number
+            for place, number in enumerate(sparse_layers(cell))
+            if INDEXING[cell.indexing or ""].has_indexer(place)
+        ),
     )
 
 
@@ -574,6 +625,8 @@ def oracle(cell: Cell) -> Oracle:
         found = replace(oracle(replace(cell, latents=None)), latent_epsilon=1e-3 if cell.qk_layernorm else None)
         yarn = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original": 64, "yarn_mscales": (0.7, 0.4)}
         found = replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
+        if cell.indexing is not None:
+            found = replace(found, indexing=INDEXING[cell.indexing], sparse=frozenset(sparse_layers(cell)))
         return replace(found, position_embedding_type="none") if cell.without_positions else found
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])

@@ -151,8 +151,12 @@ class Expected:
 def expected(alone: Cell) -> Expected:
     """Return the oracle's training from the initial weights of every layout; `alone` is a `Cell.alone()`."""
     initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
-    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    optimizers = torch_optimizers(alone, weights)
+    indexing = oracle(alone).indexing
+    weights = {name: value.clone() for name, value in initial.items()}
+    trained = {name: each for name, each in weights.items() if indexing is None or indexing.trains(name)}
+    for each in trained.values():
+        each.requires_grad_()
+    optimizers = torch_optimizers(alone, trained)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
     wide = torch.promote_types(alone.torch_dtype, torch.float32)
@@ -184,15 +188,18 @@ def expected(alone: Cell) -> Expected:
                 if "global_aux_loss" in experts.losses:
                     counts = record.by_score.sum((0, 1))
                     states[f"{name}previous_load"] = (counts / counts.sum()).to(wide).detach()
-        for weight in weights.values():
+        if indexing is not None and indexing.coefficient:
+            queries = whole.tokens.numel() if whole.padding is None else (~whole.padding).sum()
+            loss = loss + indexing.coefficient * sum(routing.choices.divergences) / queries
+        for weight in trained.values():
             weight.grad = None
         loss.backward()
-        norm = torch.cat([_gradient(weight).flatten() for weight in weights.values()]).norm().item()
+        norm = torch.cat([_gradient(weight).flatten() for weight in trained.values()]).norm().item()
         if alone.clip_grad:
-            for weight in weights.values():
+            for weight in trained.values():
                 _gradient(weight).mul_(min(1.0, alone.clip_grad / (norm + 1e-6)))
         if step == alone.first_step:
-            gradients = {name: _gradient(weight).clone() for name, weight in weights.items()}
+            gradients = {name: _gradient(weight).clone() for name, weight in trained.items()}
         now = rates(alone, step)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -269,15 +276,16 @@ def assert_as_expected(cell: Cell, result: Result) -> None:
 
 
 def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
-    names = set(wanted.initial)
-    assert set(result.initial) == set(result.gradients) == set(result.final) == names
+    names, trained = set(wanted.initial), set(wanted.gradients)
+    assert set(result.initial) == set(result.final) == names
+    assert set(result.gradients) == trained
     assert ("output" in names) is not cell.tied
     assert not any(result.skipped)
     for name in names:
         assert_bits_equal(result.initial[name], wanted.initial[name], f"initial {name}")
     assert_number_close(result.losses[0], wanted.losses[0], "loss")
     assert_number_close(result.gradient_norms[0], wanted.gradient_norms[0], "gradient norm")
-    for name in names:
+    for name in trained:
         actual, gradient = result.gradients[name], wanted.gradients[name]
         assert_gradient_close(actual, gradient, wanted.gradient_norms[0], f"gradient of {name}")
     assert set(result.states) == set(wanted.states)
@@ -287,7 +295,7 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
     for group, expected in norms_by_group(wanted.gradients).items():
         assert_number_close(result.figures[f"gradient {group}"], expected / clipping, f"gradient norm of {group}")
-    for group, expected in norms_by_group(result.final).items():
+    for group, expected in norms_by_group({name: result.final[name] for name in trained}).items():
         assert_number_close(result.figures[f"parameter {group}"], expected, f"norm of {group}")
     zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in result.gradients.values())
     assert result.figures["zeros"] == zeros, "zeros in the gradient"

@@ -14,12 +14,14 @@ from megalite.config.kinds.kind import Kind, Split
 from megalite.config.kinds.latent_attention import LATENT_ATTENTION
 from megalite.config.kinds.mamba import MAMBA
 from megalite.config.kinds.short_convolution import SHORT_CONVOLUTION
+from megalite.config.kinds.sparse_attention import SPARSE_ATTENTION
 from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 
 KINDS: dict[Mixer | FeedForward, Kind] = {
     "attention": ATTENTION,
     "latent_attention": LATENT_ATTENTION,
+    "sparse_attention": SPARSE_ATTENTION,
     "dense": DENSE,
     "moe": EXPERTS,
     "mamba": MAMBA,

@@ -1,0 +1,72 @@
+"""Sparse attention: costs and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import needs
+from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.latent_attention import latent_problems, latent_weights
+from megalite.config.layer_specs import SPARSE_LETTER
+from megalite.config.model import ModelConfig
+
+_SIZES = "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk"
+
+
+def _indexer_weights(model: ModelConfig) -> int:
+    """Count the matrices of an indexer: to its queries, its key and the weights of its heads."""
+    heads, width = model.dsa_indexer_n_heads or 0, model.dsa_indexer_head_dim or 0
+    return (model.q_lora_rank or model.hidden_size) * heads * width + model.hidden_size * (width + heads)
+
+
+def _weights(model: ModelConfig) -> int:
+    return latent_weights(model) + _indexer_weights(model)
+
+
+def _products(model: ModelConfig, seen: float) -> float:
+    """Sum those of attention to the chosen keys, and those of the indexer with all keys that a token sees.
+
+    A token of a causal sample sees half of its length on average, and attends to what it sees up to as many as are
+    chosen.
+    """
+    length, topk = max(2 * seen - 1, 1.0), model.dsa_indexer_topk or 0
+    sparse = topk < length and model.dsa_stage != "warmup"
+    attended = topk - topk * (topk - 1) / (2 * length) if sparse else seen
+    widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+    of_indexer = (model.dsa_indexer_n_heads or 0) * ((model.dsa_indexer_head_dim or 0) + 1) * seen
+    return _weights(model) + model.num_attention_heads * widths * attended + of_indexer
+
+
+def _needed(model: ModelConfig) -> str:
+    if model.hybrid_layer_pattern is not None:
+        return in_pattern("sparse attention", SPARSE_LETTER)
+    return "--multi-latent-attention and --experimental-attention-variant dsa"
+
+
+def _problems(model: ModelConfig) -> Iterator[str]:
+    if "latent_attention" not in model.kinds:  # whose rules are the same
+        yield from latent_problems(model)
+    for name in _SIZES.split():
+        if getattr(model, name) is None:
+            yield f"sparse attention needs --{name.replace('_', '-')}"
+    width, rotated = model.dsa_indexer_head_dim, model.qk_pos_emb_head_dim
+    if model.rotary and width is not None and width < rotated:
+        yield f"--dsa-indexer-head-dim {width} is less than --qk-pos-emb-head-dim {rotated}, its rotated channels"
+    if not model.dsa_indexer_loss_coeff:
+        names = "dsa_stage dsa_indexer_use_sparse_loss"
+        yield from needs(model, names, "--dsa-indexer-loss-coeff above 0: without it indexers are not trained")
+    elif model.dsa_stage == "warmup":
+        dense = "--dsa-stage sparse or indexer: in the warm-up attention is to all keys, and so is the loss"
+        yield from needs(model, "dsa_indexer_use_sparse_loss", dense)
+    if model.dsa_indexer_topk_freq == 1:
+        yield from needs(model, "dsa_indexer_skip_topk_offset", "--dsa-indexer-topk-freq above 1")
+
+
+SPARSE_ATTENTION = Kind(
+    _weights,
+    _products,
+    "dsa_*",
+    _needed,
+    _problems,
+    lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
+)

@@ -1,0 +1,312 @@
+"""Sparse attention (DeepSeek-V3.2): latent attention to the keys that an indexer chooses for each query.
+
+All tensor-parallel ranks attend to the same keys: the indexer chooses for the tokens that a rank has between layers,
+and under sequence parallelism the ranks gather what they have chosen. Context-parallel ranks gather latents, rotated
+keys and the indexer's keys of the whole sample, in one collective.
+
+The indexer's loss compares its scores with attention's probabilities, summed over the heads of all ranks. Forward
+computes it by blocks of queries, together with its gradient, so that backward needs no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.model.attention_core import LocalCore
+from megalite.model.batch import LayerContext
+from megalite.model.cache import StageCache
+from megalite.model.context_parallel import attend_in_blocks
+from megalite.model.indexer import Indexer, IndexerSizes
+from megalite.model.latent_attention import LatentAttention, LatentCache, LatentSizes
+from megalite.model.sample_mask import MaskedRound
+from megalite.parallel import collectives
+from megalite.parallel.attention_plan import Part
+from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.linear import gathered
+from megalite.parallel.stage import NO_SUMS, TermSums
+from megalite.parallel.stage_module import Inside
+from megalite_kernels.activation import sigmoid_gated
+from megalite_kernels.attention import same_width
+from megalite_kernels.indexer import (
+    Indices,
+    VisibleKeys,
+    choose_keys,
+    divergence,
+    index_scores,
+    mask_of,
+    rows_in_blocks,
+    summed_probabilities,
+)
+
+INDEXER_LOSS = "indexer_loss"
+
+
+class SparseAttention(LatentAttention):
+    """Latent attention to the keys that an indexer chooses. It also returns the sum of the indexer's loss.
+
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
+    """
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        name: str,
+        sizes: LatentSizes,
+        *,
+        indexer: IndexerSizes,
+        source: int | None = None,
+        layer: int = 0,
+        **options: Any,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            source: number of the layer whose indexer chooses; None, or `layer`: its own.
+            options: those of `LatentAttention`, like `layer`.
+        """
+        super().__init__(context, name, sizes, layer=layer, **options)
+        self.over_samples = context.mesh.group("cp")
+        self.shard, self.shards = context.shard, context.shards
+        self.choice, self.layer, self.source = indexer, layer, layer if source is None else source
+        self.indexer = None
+        if self.source == layer:
+            rank = sizes.query_rank or sizes.hidden
+            self.indexer = Indexer(context, f"{name}.indexer", indexer, hidden=sizes.hidden, rank=rank, std=sizes.std)
+            self.indexer.requires_grad_(indexer.trained)
+
+    def make_core(self, local: LocalCore, context: ParallelContext, way: AttentionWay) -> Callable[..., Tensor]:
+        self.local = local
+        return local
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        return [] if self.over_samples.size == 1 else [Inside("latents and keys of the indexer", "cp")]
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        """Apply attention. With a cache, tokens also choose among the cached ones."""
+        of_queries, latents = self.latents(hidden)
+        query, gate, latent, rotated_key = self.project(hidden, of_queries, latents, context)
+        indices, latents = self._indices(hidden, of_queries, context), torch.cat([latent, rotated_key], dim=-1)
+        if indices is not None:
+            latents = torch.cat([latents, indices.key.transpose(0, 1)], dim=-1)
+        terms = NO_SUMS
+        if context.cache is not None:
+            mixed = self._attend_cached(query, latents, indices, context, context.cache)
+        else:
+            mixed, terms = self._attend_sample(query, latents, indices, context)
+        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate)), terms
+
+    def _indices(self, hidden: Tensor, of_queries: Tensor, context: LayerContext) -> Indices | None:
+        """Return queries and weights of the tokens between layers, and keys of all tokens that the heads see here.
+
+        None if the layer has no indexer.
+        """
+        if self.indexer is None:
+            return None
+        rotary = context.rotary
+        if rotary is not None:
+            cosine, sine = (table.chunk(self.shards)[self.shard] for table in rotary)
+            rotary = cosine, sine
+        query, weights, key = self.indexer(hidden, of_queries, rotary)
+        if self.sequence_parallel:
+            key = gathered(key, self.group)
+        return Indices(query.transpose(0, 1), weights.transpose(0, 1), key.transpose(0, 1))
+
+    def _choose(self, indices: Indices | None, visible: VisibleKeys, context: LayerContext) -> Tensor | None:
+        """Return the chosen keys of all queries, [batch, queries, topk]; None if they attend to all that they see.
+
+        Args:
+            indices: those with which to choose; None to take what another layer has chosen.
+            visible: the keys that all queries see.
+        """
+        if indices is None:
+            return context.chosen[self.source]
+        options, chosen = self.choice, None
+        if not options.dense and options.topk < indices.key.shape[1]:
+            own = VisibleKeys(*(each.chunk(self.shards, dim=1)[self.shard] for each in visible))
+            chosen = choose_keys(indices, own, options.topk, relu=options.relu)
+            if self.sequence_parallel:
+                chosen = collectives.all_gather(chosen.transpose(0, 1), self.group).transpose(0, 1)
+        context.chosen[self.layer] = chosen
+        return chosen
+
+    # ------------------------------------------------------------------------------------------------ whole samples
+
+    def _attend_sample(
+        self, query: Tensor, latents: Tensor, indices: Indices | None, context: LayerContext
+    ) -> tuple[Tensor, TermSums]:
+        """Attend to the tokens of whole samples. Returns weighted values and the sum of the indexer's loss, if any."""
+        sizes, layout = self.sizes, context.layout
+        if (ranks := self.over_samples.size) > 1:
+            latents = layout.in_order(gathered(latents, self.over_samples).chunk(ranks), 0)
+        latent, rotated_key, of_indexer = latents.tensor_split([sizes.rank, sizes.rank + sizes.rotated], dim=-1)
+        if indices is not None:
+            indices = indices._replace(key=of_indexer.transpose(0, 1))
+        places = layout.places(latents.device)
+        first = torch.zeros_like(places)[None] if context.first_keys is None else context.first_keys[:, places]
+        visible = VisibleKeys(first, places[None])
+        chosen = self._choose(indices, visible, context)
+        key, value = self.keys_and_values(latent, rotated_key)
+        blocks = _Blocks(layout.places(torch.device("cpu")), visible, chosen)
+        if chosen is None and ranks == 1:
+            mixed = self.attend_to(query, key, value, context.masks[None], context)
+        else:
+            mixed = self._in_blocks(query, key, value, blocks, context)
+        if indices is None or not self.choice.trained:
+            return mixed, NO_SUMS
+        of_loss = blocks if self.choice.sparse_loss else _Blocks(blocks.places, visible, None)
+        return mixed, {INDEXER_LOSS: self._loss(indices, query.detach(), key.detach(), of_loss, context)}
+
+    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, context: LayerContext) -> Tensor:
+        """Attend by blocks of queries, each with a mask of its own. Returns [sequence, batch, heads * value width]."""
+        local, dropout, width = self.local, None, value.shape[-1]
+        if self.training and local.dropout > 0.0:
+            rows = context.layout.rows_of(local.heads)
+            dropout = context.key.dropout_mask(local.dropout, local.site, rows)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
+        count = rows_in_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2])
+        round = MaskedRound((range(key.shape[2]),), _Parts(blocks, count))
+        key_value, scale = torch.stack([key, value]), self.sizes.scale
+        mixed = attend_in_blocks(query, key_value, round, scale=scale, cap=local.cap, dropout=dropout)
+        return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
+
+    def _loss(self, indices: Indices, query: Tensor, key: Tensor, blocks: _Blocks, context: LayerContext) -> Tensor:
+        """Return the sum of the indexer's loss over the tokens that this rank has between layers.
+
+        Args:
+            query: queries of attention of this rank's heads, [sequence, batch, heads, width].
+            key: keys of attention of the whole sample, likewise.
+        """
+        counted = None if context.padding is None else ~context.padding.t()
+        targets = self._targets(indices, query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), blocks)
+        found: Tensor = _Divergence.apply(*indices, targets, counted, self.choice.relu)
+        return found
+
+    def _targets(self, indices: Indices, query: Tensor, key: Tensor, blocks: _Blocks) -> Iterator[_Target]:
+        """Yield attention's probabilities over the heads of all ranks, for blocks of this rank's tokens between layers.
+
+        Under sequence parallelism each rank sums its heads' probabilities for a block of every rank's tokens.
+        """
+        batch, own, heads, _ = indices.query.shape
+        largest = max(heads, query.shape[1] * self.shards)
+        for rows in rows_in_blocks(own, batch * largest * key.shape[2]):
+            of_all = torch.cat([torch.arange(at + rows.start, at + rows.stop) for at in range(0, self.shards * own, own)])
+            mask = blocks.mask(of_all)
+            keys = mask.shape[-1]
+            queries, scale, cap = query[:, :, of_all], self.sizes.scale, self.sizes.cap
+            summed = summed_probabilities(queries, key[:, :, :keys], mask, scale=scale, cap=cap)
+            if self.sequence_parallel:
+                by_rank = summed.unflatten(1, (self.shards, -1)).transpose(0, 1)
+                summed = collectives.reduce_scatter(by_rank, self.group)[0]
+            else:
+                summed = collectives.all_reduce_(summed, self.group)
+            yield _Target(rows, summed, mask.unflatten(1, (self.shards, -1))[:, self.shard])
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    def _attend_cached(
+        self, query: Tensor, latents: Tensor, indices: Indices | None, context: LayerContext, cache: StageCache
+    ) -> Tensor:
+        """Attend to chosen ones of the tokens so far, whose latents and keys are kept."""
+        kept = cache.of(self, LatentCache).extend(latents, cache)
+        kept, of_indexer = kept.tensor_split([self.sizes.rank + self.sizes.rotated], dim=-1)
+        if indices is not None:
+            indices = indices._replace(key=of_indexer.transpose(0, 1))
+        visible = VisibleKeys(torch.zeros_like(cache.positions), cache.positions)
+        chosen = self._choose(indices, visible, context)
+        mask = context.masks[None]
+        if chosen is not None and len(query) == 1:  # so that no product is with what is not chosen
+            places = chosen[:, 0].clamp_min(0).t().long()
+            kept = kept.gather(0, places[..., None].expand(-1, -1, kept.shape[-1]))
+            mask = (chosen >= 0).unsqueeze(1)
+        elif chosen is not None:
+            mask = mask_of(chosen, len(kept)).unsqueeze(1)
+        assert mask is None or isinstance(mask, Tensor)
+        return self.attend_kept(query, kept, mask, context)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """Keys that a rank's queries attend to, of which a mask is made for a block of queries.
+
+    Attributes:
+        places: index of each query in the sample, on the host.
+        chosen: the chosen keys, [batch, queries, topk]; None for all visible ones.
+    """
+
+    places: Tensor
+    visible: VisibleKeys
+    chosen: Tensor | None
+
+    def mask(self, rows: Tensor | slice) -> Tensor:
+        """Return the mask [batch or 1, rows, keys] of the keys up to the last query of these."""
+        keys = int(self.places[rows].max()) + 1
+        if self.chosen is None:
+            return VisibleKeys(*(each[:, rows] for each in self.visible)).mask(slice(None), keys)
+        return mask_of(self.chosen[:, rows], keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Parts of attention, one a block of queries. Their masks are made when they are asked for."""
+
+    blocks: _Blocks
+    rows: list[slice]
+
+    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
+        for rows in self.rows:
+            mask = self.blocks.mask(rows)
+            yield Part(rows, slice(0, mask.shape[-1]), "masked"), mask.unsqueeze(1)
+
+
+class _Target(NamedTuple):
+    """Sums of attention's probabilities for a block of queries, [batch, rows, keys], and the mask of their keys."""
+
+    rows: slice
+    summed: Tensor
+    mask: Tensor
+
+
+class _Divergence(torch.autograd.Function):
+    """Sum of the indexer's loss. Its gradient is a number times what forward has computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        weights: Tensor,
+        key: Tensor,
+        targets: Iterator[_Target],
+        counted: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=query.device)
+        indices, trained = Indices(query, weights, key), any(ctx.needs_input_grad[:3])
+        gradients = [torch.zeros_like(each, dtype=wide) for each in indices] if trained else []
+        for rows, target, mask in targets:
+            block = Indices(*(each.detach().to(wide) for each in indices.of_rows(rows, mask.shape[-1])))
+            with torch.set_grad_enabled(trained):
+                leaves = Indices(*(each.requires_grad_(trained) for each in block))
+                scores = index_scores(leaves, relu=relu)
+            of_rows = None if counted is None else counted[:, rows]
+            sum_of_rows, of_scores = divergence(scores.detach(), target, mask, of_rows)
+            total += sum_of_rows
+            if trained:
+                places = Indices(*gradients).of_rows(rows, mask.shape[-1])
+                for place, found in zip(places, torch.autograd.grad(scores, leaves, of_scores), strict=True):
+                    place += found
+        ctx.dtypes = [each.dtype for each in indices]
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        found = [(each * upstream[0]).to(dtype) for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
+        return *found, None, None, None
