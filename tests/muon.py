@@ -45,7 +45,7 @@ def matrices(name: str, tensor: Tensor, *, per_head: bool = False) -> Tensor | N
     if ".indexer." in name and "norm" not in name:
         return tensor.flatten(0, -2).unsqueeze(0)
     if name.split(".")[2:3] in own:
-        if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight") or kind.endswith("_bias"):
+        if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight", "bias") or kind.endswith("_bias"):
             return None
         return tensor.flatten(1).unsqueeze(0) if kind == "output" else tensor.flatten(0, -2).unsqueeze(0)
     if kind == "key_value":

@@ -295,12 +295,10 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*; + and D) has numbers of its own, - and E together; others: none."""
+    """The halves of layers of one letter: *, + and D together, - and E together have numbers; others have none."""
     before = [pattern[:place] for place in range(len(pattern))]
     together = {"*": "*", "+": "+D", "D": "+D", "-": "-E", "E": "-E"}
-    numbers = [
-        sum(map(text.count, together.get(letter, ""))) for letter, text in zip(pattern, before, strict=True)
-    ]
+    numbers = [sum(map(text.count, together.get(letter, ""))) for letter, text in zip(pattern, before, strict=True)]
     return [
         (number if letter in "*+D" else None, number if letter in "-E" else None)
         for letter, number in zip(pattern, numbers, strict=True)

@@ -21,7 +21,9 @@ from torch import Tensor
 from tests.dropout_rule import Dropout
 from tests.oracle import RECURRENT, Oracle, Routing, Weights, loss_sum_and_count
 
-SITES = {"*": (1, 2), "+": (1, 8), "D": (1, 8), "-": (3,), "E": (3,)} | {letter: (4 + n,) for n, letter in enumerate(RECURRENT)}
+SITES = {"*": (1, 2), "+": (1, 8), "D": (1, 8), "-": (3,), "E": (3,)} | {
+    letter: (4 + n,) for n, letter in enumerate(RECURRENT)
+}
 """Sites of the dropout of each letter's layers."""
 
 
@@ -87,7 +89,9 @@ class Depths:
             own = {each.removeprefix(name): values for each, values in weights.items() if each.startswith(name)}
             begins = dict[int, int]()
             for letter, sites in SITES.items():
-                if letter in "*+D" and letter not in main + of_depth:  # which share sites: * and + are not in one network
+                if (
+                    letter in "*+D" and letter not in main + of_depth
+                ):  # which share sites: * and + are not in one network
                     continue
                 together = {"+": "+D", "D": "+D", "-": "-E", "E": "-E"}.get(letter, letter)
                 before = sum(map(main.count, together))

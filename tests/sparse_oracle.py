@@ -66,7 +66,7 @@ class Indexing:
         *,
         around_one: bool,
     ) -> Tensor:
-        """[batch, queries, keys]; `name` ends in "indexer.", `rotated` turns the first channels of [..., heads, width]."""
+        """[batch, queries, keys]; `rotated` turns the first channels of [..., heads, width]."""
         hidden, of_queries = hidden.detach(), of_queries.detach()
         weight, bias = weights[name + "key_norm.weight"], weights[name + "key_norm.bias"]
         key = F.linear(hidden, weights[name + "key"])

@@ -114,9 +114,7 @@ def mask_of(numbers: Tensor, keys: int) -> Tensor:
 
 
 @torch.no_grad()
-def summed_probabilities(
-    query: Tensor, key: Tensor, mask: Tensor, *, scale: float, cap: float | None
-) -> Tensor:
+def summed_probabilities(query: Tensor, key: Tensor, mask: Tensor, *, scale: float, cap: float | None) -> Tensor:
     """Return the sum over heads of attention's probabilities, [batch, queries, keys] in fp32 or wider.
 
     Args:

@@ -27,7 +27,7 @@ PATTERN_FLAG = "--hybrid-layer-pattern"
 MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
 ATTENTION_LETTER, LATENT_LETTER, SPARSE_LETTER, EXPERTS_LETTER, NEXT_STAGE, NEXT_DEPTH = "*", "+", "D", "E", "|", "/"
 KINDS_WITH_LATENTS = frozenset({"latent_attention", "sparse_attention"})
-"""Attention over latents. Layers of both have weights of the same names; the sparse ones have an indexer beside them."""
+"""Attention over latents. Layers of both have weights of the same names; the sparse ones may have an indexer, too."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ReplicatedLinear
 from megalite.parallel.placement import stacked
 from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite_kernels.indexer import Indices
 from megalite_kernels.rotary import rotary_embedding
 
 Tables = tuple[Tensor, Tensor]
@@ -89,8 +90,8 @@ class Indexer(nn.Module):
             context, f"{name}.key_norm", sizes.width, eps=sizes.epsilon, around_one=sizes.around_one
         )
 
-    def forward(self, hidden: Tensor, of_queries: Tensor, rotary: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [sequence, batch, heads, width], weights [sequence, batch, heads], keys [sequence, batch, width].
+    def forward(self, hidden: Tensor, of_queries: Tensor, rotary: Tables | None) -> Indices:
+        """Return queries, their weights, and keys of the same tokens.
 
         Args:
             hidden: [sequence, batch, hidden].
@@ -105,4 +106,5 @@ class Indexer(nn.Module):
             query, keys = rotary_embedding(query, key.unsqueeze(2), *rotary, interleaved=sizes.interleaved)
             key = keys.squeeze(2)
         wide = torch.promote_types(weights.dtype, torch.float32)
-        return query, weights.to(wide) / math.sqrt(sizes.heads), key
+        weights = weights.to(wide) / math.sqrt(sizes.heads)
+        return Indices(query.transpose(0, 1), weights.transpose(0, 1), key.transpose(0, 1))

@@ -29,7 +29,6 @@ from megalite.model.cache import StageCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
-from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
@@ -38,7 +37,6 @@ from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated, soft_cap
-from megalite_kernels.attention import Mask
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -257,10 +255,8 @@ class LatentAttention(nn.Module):
         latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
         return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
 
-    def attend_to(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | SampleMask, context: LayerContext
-    ) -> Tensor:
-        """Attend to keys and values [tokens, batch, heads, width]."""
+    def attend_to(self, query: Tensor, key: Tensor, value: Tensor, mask: object, context: LayerContext) -> Tensor:
+        """Attend to keys and values [tokens, batch, heads, width]. `mask`: that of the core."""
         return self.core(query, key, value, mask, context.layout, context.key if self.training else None)
 
     def keys_and_values(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:

@@ -162,7 +162,9 @@ def indexer_sizes(config: ModelConfig) -> IndexerSizes:
     """Return the sizes and options of the indexers of sparse attention."""
     epsilon = config.norm_epsilon if config.dsa_indexer_k_norm_epsilon is None else config.dsa_indexer_k_norm_epsilon
     heads, width, topk = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk
-    assert heads is not None and width is not None and topk is not None
+    assert heads is not None
+    assert width is not None
+    assert topk is not None
     return IndexerSizes(
         heads,
         width,

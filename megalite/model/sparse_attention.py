@@ -21,17 +21,19 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import StageCache
 from megalite.model.context_parallel import attend_in_blocks
-from megalite.model.indexer import Indexer, IndexerSizes
+from megalite.model.indexer import Indexer, IndexerSizes, Tables
 from megalite.model.latent_attention import LatentAttention, LatentCache, LatentSizes
-from megalite.model.sample_mask import MaskedRound
+from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel import collectives
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.linear import gathered
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.stage import NO_SUMS, TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated
-from megalite_kernels.attention import same_width
+from megalite_kernels.attention import Mask, same_width
 from megalite_kernels.indexer import (
     Indices,
     VisibleKeys,
@@ -80,8 +82,7 @@ class SparseAttention(LatentAttention):
             self.indexer.requires_grad_(indexer.trained)
 
     def make_core(self, local: LocalCore, context: ParallelContext, way: AttentionWay) -> Callable[..., Tensor]:
-        self.local = local
-        return local
+        return SparseCore(local)
 
     @property
     def inside(self) -> list[Inside]:
@@ -92,31 +93,33 @@ class SparseAttention(LatentAttention):
         """Apply attention. With a cache, tokens also choose among the cached ones."""
         of_queries, latents = self.latents(hidden)
         query, gate, latent, rotated_key = self.project(hidden, of_queries, latents, context)
-        indices, latents = self._indices(hidden, of_queries, context), torch.cat([latent, rotated_key], dim=-1)
-        if indices is not None:
-            latents = torch.cat([latents, indices.key.transpose(0, 1)], dim=-1)
-        terms = NO_SUMS
-        if context.cache is not None:
-            mixed = self._attend_cached(query, latents, indices, context, context.cache)
-        else:
-            mixed, terms = self._attend_sample(query, latents, indices, context)
+        indices = None if self.indexer is None else self.indexer(hidden, of_queries, self._own(context.rotary))
+        mixed, terms = self.attend_to_chosen(query, torch.cat([latent, rotated_key], dim=-1), indices, context)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate)), terms
 
-    def _indices(self, hidden: Tensor, of_queries: Tensor, context: LayerContext) -> Indices | None:
-        """Return queries and weights of the tokens between layers, and keys of all tokens that the heads see here.
-
-        None if the layer has no indexer.
-        """
-        if self.indexer is None:
+    def _own(self, tables: Tables | None) -> Tables | None:
+        """Return the rotary tables of the tokens that this rank has between layers."""
+        if tables is None:
             return None
-        rotary = context.rotary
-        if rotary is not None:
-            cosine, sine = (table.chunk(self.shards)[self.shard] for table in rotary)
-            rotary = cosine, sine
-        query, weights, key = self.indexer(hidden, of_queries, rotary)
-        if self.sequence_parallel:
-            key = gathered(key, self.group)
-        return Indices(query.transpose(0, 1), weights.transpose(0, 1), key.transpose(0, 1))
+        cosine, sine = (table.chunk(self.shards)[self.shard] for table in tables)
+        return cosine, sine
+
+    def attend_to_chosen(
+        self, query: Tensor, latents: Tensor, indices: Indices | None, context: LayerContext
+    ) -> tuple[Tensor, TermSums]:
+        """Return the weighted values, [sequence, batch, heads * value width], and the sum of the indexer's loss.
+
+        Args:
+            latents: latents and rotated keys, [sequence, batch, rank + rotated].
+            indices: what the layer's own indexer makes of the tokens between layers; None if it has none.
+        """
+        if indices is not None:  # keys travel and are kept beside latents
+            key = indices.key.transpose(0, 1)
+            key = gathered(key, self.group) if self.sequence_parallel else key
+            latents = torch.cat([latents, key], dim=-1)
+        if context.cache is not None:
+            return self._attend_cached(query, latents, indices, context, context.cache), NO_SUMS
+        return self._attend_sample(query, latents, indices, context)
 
     def _choose(self, indices: Indices | None, visible: VisibleKeys, context: LayerContext) -> Tensor | None:
         """Return the chosen keys of all queries, [batch, queries, topk]; None if they attend to all that they see.
@@ -153,30 +156,15 @@ class SparseAttention(LatentAttention):
         visible = VisibleKeys(first, places[None])
         chosen = self._choose(indices, visible, context)
         key, value = self.keys_and_values(latent, rotated_key)
-        blocks = _Blocks(layout.places(torch.device("cpu")), visible, chosen)
-        if chosen is None and ranks == 1:
-            mixed = self.attend_to(query, key, value, context.masks[None], context)
-        else:
-            mixed = self._in_blocks(query, key, value, blocks, context)
+        blocks = Blocks(layout.places(torch.device("cpu")), visible, chosen)
+        mask = context.masks[None] if chosen is None and ranks == 1 else blocks
+        mixed = self.attend_to(query, key, value, mask, context)
         if indices is None or not self.choice.trained:
             return mixed, NO_SUMS
-        of_loss = blocks if self.choice.sparse_loss else _Blocks(blocks.places, visible, None)
+        of_loss = blocks if self.choice.sparse_loss else Blocks(blocks.places, visible, None)
         return mixed, {INDEXER_LOSS: self._loss(indices, query.detach(), key.detach(), of_loss, context)}
 
-    def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, context: LayerContext) -> Tensor:
-        """Attend by blocks of queries, each with a mask of its own. Returns [sequence, batch, heads * value width]."""
-        local, dropout, width = self.local, None, value.shape[-1]
-        if self.training and local.dropout > 0.0:
-            rows = context.layout.rows_of(local.heads)
-            dropout = context.key.dropout_mask(local.dropout, local.site, rows)
-        query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
-        count = rows_in_blocks(query.shape[2], query.shape[0] * query.shape[1] * key.shape[2])
-        round = MaskedRound((range(key.shape[2]),), _Parts(blocks, count))
-        key_value, scale = torch.stack([key, value]), self.sizes.scale
-        mixed = attend_in_blocks(query, key_value, round, scale=scale, cap=local.cap, dropout=dropout)
-        return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
-
-    def _loss(self, indices: Indices, query: Tensor, key: Tensor, blocks: _Blocks, context: LayerContext) -> Tensor:
+    def _loss(self, indices: Indices, query: Tensor, key: Tensor, blocks: Blocks, context: LayerContext) -> Tensor:
         """Return the sum of the indexer's loss over the tokens that this rank has between layers.
 
         Args:
@@ -188,7 +176,7 @@ class SparseAttention(LatentAttention):
         found: Tensor = _Divergence.apply(*indices, targets, counted, self.choice.relu)
         return found
 
-    def _targets(self, indices: Indices, query: Tensor, key: Tensor, blocks: _Blocks) -> Iterator[_Target]:
+    def _targets(self, indices: Indices, query: Tensor, key: Tensor, blocks: Blocks) -> Iterator[_Target]:
         """Yield attention's probabilities over the heads of all ranks, for blocks of this rank's tokens between layers.
 
         Under sequence parallelism each rank sums its heads' probabilities for a block of every rank's tokens.
@@ -196,7 +184,9 @@ class SparseAttention(LatentAttention):
         batch, own, heads, _ = indices.query.shape
         largest = max(heads, query.shape[1] * self.shards)
         for rows in rows_in_blocks(own, batch * largest * key.shape[2]):
-            of_all = torch.cat([torch.arange(at + rows.start, at + rows.stop) for at in range(0, self.shards * own, own)])
+            of_all = torch.cat(
+                [torch.arange(at + rows.start, at + rows.stop) for at in range(0, self.shards * own, own)]
+            )
             mask = blocks.mask(of_all)
             keys = mask.shape[-1]
             queries, scale, cap = query[:, :, of_all], self.sizes.scale, self.sizes.cap
@@ -231,8 +221,44 @@ class SparseAttention(LatentAttention):
         return self.attend_kept(query, kept, mask, context)
 
 
+@dataclass(frozen=True)
+class SparseCore:
+    """Attention on one rank, as `local`, with the keys that an indexer has chosen if the mask is `Blocks`."""
+
+    local: LocalCore
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | SampleMask | Blocks,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+    ) -> Tensor:
+        """Compute attention, as `LocalCore.__call__` does; with `Blocks`, to all keys of the sample."""
+        local, dropout, width = self.local, None, value.shape[-1]
+        if not isinstance(mask, Blocks):
+            return local(query, key, value, mask, layout, random)
+        if random is not None and local.dropout > 0.0:
+            dropout = random.dropout_mask(local.dropout, local.site, layout.rows_of(local.heads))
+        query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
+        batch, heads, queries, _ = query.shape
+        rows = rows_in_blocks(queries, batch * heads * key.shape[2])
+        assert local.scale is not None
+        mixed = attend_in_blocks(
+            query,
+            torch.stack([key, value]),
+            MaskedRound((range(key.shape[2]),), _Parts(mask, rows)),
+            scale=local.scale,
+            cap=local.cap,
+            dropout=dropout,
+        )
+        return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
+
+
 @dataclass(frozen=True, eq=False)
-class _Blocks:
+class Blocks:
     """Keys that a rank's queries attend to, of which a mask is made for a block of queries.
 
     Attributes:
@@ -256,7 +282,7 @@ class _Blocks:
 class _Parts:
     """Parts of attention, one a block of queries. Their masks are made when they are asked for."""
 
-    blocks: _Blocks
+    blocks: Blocks
     rows: list[slice]
 
     def __iter__(self) -> Iterator[tuple[Part, Tensor]]:

@@ -30,6 +30,7 @@ from megalite.model.heads_norm import HeadsNorm
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
+from megalite.model.sparse_attention import SparseAttention
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
@@ -47,6 +48,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (HeadsNorm, "forward"),
     (LatentAttention, "share"),  # a message
     (LatentAttention, "attend"),
+    (SparseAttention, "attend_to_chosen"),
     (ReplicatedLinear, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),

@@ -52,6 +52,7 @@ LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
 """Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
 INDEXING = {
     "few": Indexing(3, 6, 5),
+    "few, heavy": Indexing(3, 6, 5, coefficient=7.0),
     "sparse loss": Indexing(2, 4, 4, sparse_loss=True, interleaved=True),
     "without relu": Indexing(1, 5, 3, relu=False),
     "more than is seen": Indexing(4, 4, 50),

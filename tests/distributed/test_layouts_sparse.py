@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.layout_cell import make_cell
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
 from tests.distributed.test_checkpoint_layouts import Pair, check
+from tests.harness.close import assert_bits_equal, assert_gradient_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
@@ -87,3 +88,77 @@ def test_stages_train_the_indexers_alone(name: str, rank_pools: RankPools) -> No
     cell = make_cell({"cp": 1} | STAGES[name], steps=2, optimizer="adam")
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("indexing", wide_except(["few", "sparse loss"], ["sparse loss"]))
+def test_matrices_are_those_of_muon(indexing: str, rank_pools: RankPools) -> None:
+    cell = make_cell({**FEW, "indexing": indexing, "cp": 1, "dp": 2, "zero": 1, **SP}, optimizer="muon", steps=2)
+    cells = [cell, replace(cell, per_head=True)]
+    for each, result in zip(cells, run(rank_pools, cells), strict=True):
+        assert_as_expected(each, result)
+
+
+LOADS: dict[str, tuple[Row, Row]] = {
+    "tp2-sp to cp2": ({**FEW, "dp": 1, **SP}, {**FEW, "dp": 1, "cp": 2}),
+    "zero3 to pp2": (
+        {**CHOSEN, "dp": 2, "zero": 3, "pattern": "D-D-"},
+        {**CHOSEN, "dp": 1, "pp": 2, "pattern": "D-|D-"},
+    ),
+    "a GPT to its pattern": ({**FEW, "dp": 1, "tp": 2}, {**FEW, "dp": 2, "zero": 1, "pattern": "D-" * 4}),
+}
+
+
+@pytest.mark.parametrize("name", wide_except(LOADS, ["a GPT to its pattern"]))
+def test_a_checkpoint_goes_on_under_another_layout(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
+    saving, loading = (make_cell({"cp": 1} | row, optimizer="adam", samples=4) for row in LOADS[name])
+    check(rank_pools, [Pair(saving, loading)], tmp_path)
+
+
+@pytest.mark.wide_except("selective-2")
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
+def test_recomputed_layers_have_the_same_bits(recompute: str, cp: int, rank_pools: RankPools) -> None:
+    row = {**FEW, "indexing": "every second", "cp": cp, "dp": 1, "documents": True}
+    cell = make_cell(row, dropout=0.1, steps=2, optimizer="adam")
+    plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
+    assert_same_bits(again, plain, recompute)
+
+
+@pytest.mark.wide_except("zb-h1")
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_schedules_have_the_same_bits(schedule: str, rank_pools: RankPools) -> None:
+    cell = make_cell({**FEW, "pattern": "D-|D-", "cp": 1, "dp": 1, "pp": 2, "tied": False}, steps=2, optimizer="adam")
+    plain, other = run(rank_pools, [cell, replace(cell, schedule=schedule)])
+    assert_same_bits(other, plain, schedule)
+
+
+@pytest.mark.parametrize("layout", wide_except(["tp2-sp", "cp2"], ["cp2"]))
+def test_a_gpt_and_the_pattern_of_its_halves_have_the_same_bits(layout: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1} | LAYOUTS[layout], dropout=0.1, steps=2, optimizer="adam")
+    gpt, halves = run(rank_pools, [cell, replace(cell, pattern="D-" * 4)])
+    assert_same_bits(halves, gpt, layout)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_an_indexer_that_chooses_all_changes_no_bit_of_the_rest(cp: int, rank_pools: RankPools) -> None:
+    """Where more keys may be chosen than a token sees, the network is that of latent attention."""
+    row = {**FEW, "indexing": "more than is seen", "cp": cp, "dp": 1, "documents": True}
+    cell = make_cell(row, dropout=0.1, optimizer="adam")
+    sparse, plain = run(rank_pools, [cell, replace(cell, indexing=None, way="all_gather")])
+    for name, gradient in plain.gradients.items():
+        if cp == 1:
+            assert_bits_equal(sparse.gradients[name], gradient, name)
+        assert_gradient_close(sparse.gradients[name], gradient, plain.gradient_norms[0], name)
+
+
+def test_the_loss_of_indexers_reaches_nothing_but_them(rank_pools: RankPools) -> None:
+    """Whatever its weight, the gradients of all other weights have the same bits."""
+    cell = make_cell({**FEW, "cp": 2, "dp": 1, **SP, "documents": True})
+    few, more = run(rank_pools, [cell, replace(cell, indexing="few, heavy")])
+    of_indexers = [name for name in few.gradients if ".indexer." in name]
+    assert len(of_indexers) == 5 * 4
+    for name, gradient in few.gradients.items():
+        if name in of_indexers:
+            assert_gradient_close(more.gradients[name], 10 * gradient, more.gradient_norms[0], name)
+        else:
+            assert_bits_equal(more.gradients[name], gradient, name)
