@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
-from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, kinds_with_core
+from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, LayerSpec, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig
@@ -42,6 +42,10 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.model.has_attention:
         since = f", since {why_no_attention(config.model)}"
         yield "model", OF_ATTENTION, since
+        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
+    attention = {layer.mixer for layer in _layers(config.model) if layer.attends}
+    if attention == {"sparse_attention"}:
+        since = ", since sparse attention gathers the latents of a sample"
         yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
     if config.model.has_latents:
         yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
@@ -80,6 +84,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
+
+
+def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+    return model.all_layers if model.kinds else ()
 
 
 def why_no_attention(model: ModelConfig) -> str:

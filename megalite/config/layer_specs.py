@@ -210,10 +210,10 @@ def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int
         counts[half] += 1
         return counts[half] - 1
 
-    latents, feeds = KINDS_WITH_LATENTS, "feed-forward"
+    mixers = ("latents" if layer.mixer in KINDS_WITH_LATENTS else layer.mixer for layer in layers)
     return tuple(
-        (number("latents" if layer.mixer in latents else layer.mixer), number(layer.feed_forward and feeds))
-        for layer in layers
+        (number(mixer), number(layer.feed_forward and "feed-forward"))
+        for mixer, layer in zip(mixers, layers, strict=True)
     )
 
 

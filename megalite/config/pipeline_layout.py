@@ -137,6 +137,8 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
 
 def check_choices(model: ModelConfig, stages: Iterable[StageLayers]) -> None:
     """Raise ConfigurationError if a layer of sparse attention would attend to what one of another stage has chosen."""
+    if "sparse_attention" not in model.kinds:  # or layers are not known, which is reported elsewhere
+        return
     for number, stage in enumerate(stages):
         layers = model.layers[stage.first_layer : stage.first_layer + stage.layers]
         first = next((layer for layer in layers if layer.mixer == "sparse_attention"), None)

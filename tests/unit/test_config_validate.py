@@ -574,7 +574,7 @@ LATENTS = (
     "--position-embedding-type rope"
 )
 SWITCH = f"--multi-latent-attention {LATENTS}"
-WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
+WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ or D in a pattern)"
 
 
 @pytest.mark.parametrize(
@@ -606,7 +606,7 @@ WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-at
         (
             f"--hybrid-layer-pattern *-+- {LATENTS}",
             1,
-            ["a network has attention (*) or latent attention (+), not both: choose one letter"],
+            ["a network has attention (*) or attention over latents (+, D), not both: choose one"],
         ),
         (
             f"--hybrid-layer-pattern +-+- {LATENTS} --tp 8",
@@ -624,6 +624,102 @@ WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-at
 )
 def test_latent_attention_that_does_not_fit(flags: str, world_size: int, expected: list[str]) -> None:
     assert problems(flags, world_size) == expected
+
+
+SPARSE = f"{SWITCH} --experimental-attention-variant dsa"
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        (
+            SPARSE,
+            1,
+            [f"sparse attention needs --dsa-indexer-{name}" for name in ("n-heads", "head-dim", "topk")],
+        ),
+        (
+            f"{SWITCH} --dsa-indexer-topk 8",
+            1,
+            ["--dsa-indexer-topk needs --multi-latent-attention and --experimental-attention-variant dsa"],
+        ),
+        (
+            f"--hybrid-layer-pattern +-+- {LATENTS} --dsa-indexer-topk 8",
+            1,
+            ["--dsa-indexer-topk needs sparse attention, D in --hybrid-layer-pattern"],
+        ),
+        (
+            "--experimental-attention-variant dsa",
+            1,
+            ["--experimental-attention-variant dsa needs --multi-latent-attention"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --linear-attention-freq 2",
+            1,
+            ["--linear-attention-freq needs --experimental-attention-variant gated_delta_net"],
+        ),
+        (f"{SPARSE} {INDEXER} --window-size 4,0", 1, [f"--window-size needs {WITHOUT_LATENTS}"]),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-head-dim 1",
+            1,
+            ["--dsa-indexer-head-dim 1 is less than --qk-pos-emb-head-dim 2, its rotated channels"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-stage warmup",
+            1,
+            ["--dsa-stage needs --dsa-indexer-loss-coeff above 0: without it indexers are not trained"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 0",
+            1,
+            [
+                "--dsa-indexer-use-sparse-loss needs --dsa-indexer-loss-coeff above 0: without it indexers are not "
+                "trained"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1 --dsa-stage warmup",
+            1,
+            [
+                "--dsa-indexer-use-sparse-loss needs --dsa-stage sparse or indexer: in the warm-up attention is to all "
+                "keys, and so is the loss"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-skip-topk-offset 2",
+            1,
+            ["--dsa-indexer-skip-topk-offset needs --dsa-indexer-topk-freq above 1"],
+        ),
+        (
+            f"--hybrid-layer-pattern *-D- {LATENTS} {INDEXER}",
+            1,
+            ["a network has attention (*) or attention over latents (+, D), not both: choose one"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-topk-freq 4 --pp 2",
+            2,
+            [
+                "stage 1 begins with a layer of sparse attention without an indexer (--dsa-indexer-topk-freq 4), and "
+                "what an earlier stage has chosen does not reach it: divide the layers such that each stage's first "
+                "one has an indexer"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --tp 8",
+            8,
+            ["--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8"],
+        ),
+    ],
+)
+def test_sparse_attention_that_does_not_fit(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
+
+
+def test_ways_of_context_parallelism_change_nothing_where_all_attention_is_sparse() -> None:
+    flags = f"{VALID} --cp 2 --cp-comm-type a2a {LATENTS} {INDEXER} --hybrid-layer-pattern"
+    why = "--cp-comm-type a2a: changes nothing, since sparse attention gathers the latents of a sample"
+    assert why in parse_arguments(f"{flags} D-D-".split()).notes
+    assert why not in parse_arguments(f"{flags} +-D-".split()).notes
 
 
 def test_a_width_of_heads_changes_nothing_beside_latents() -> None:
