@@ -48,7 +48,8 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
         layers += sum(KINDS[kind].products(model, seen) for kind in layer.kinds)
     logits = model.hidden_size * padded_vocab_size * (1 + model.depths)
     projections = 2 * model.hidden_size**2 * model.depths
-    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + projections + logits))
+    passes = 1 if model.trains_indexers_alone else _FORWARD_AND_BACKWARD
+    return float(passes * _MULTIPLY_AND_ADD * (layers + projections + logits))
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

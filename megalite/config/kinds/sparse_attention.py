@@ -26,15 +26,17 @@ def _weights(model: ModelConfig) -> int:
 def _products(model: ModelConfig, seen: float) -> float:
     """Sum those of attention to the chosen keys, and those of the indexer with all keys that a token sees.
 
-    A token of a causal sample sees half of its length on average, and attends to what it sees up to as many as are
-    chosen.
+    Those of the indexer count as often as they are computed in a step, of which the result is a third, or all of it
+    where the rest of the network has no backward.
     """
-    length, topk = max(2 * seen - 1, 1.0), model.dsa_indexer_topk or 0
+    length, topk = 2 * seen, model.dsa_indexer_topk or 0
     sparse = topk < length and model.dsa_stage != "warmup"
-    attended = topk - topk * (topk - 1) / (2 * length) if sparse else seen
+    attended = topk - topk * topk / (2 * length) if sparse else seen
     widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
-    of_indexer = (model.dsa_indexer_n_heads or 0) * ((model.dsa_indexer_head_dim or 0) + 1) * seen
-    return _weights(model) + model.num_attention_heads * widths * attended + of_indexer
+    heads, width = model.dsa_indexer_n_heads or 0, model.dsa_indexer_head_dim or 0
+    of_indexer = _indexer_weights(model) + heads * (width + 1) * seen
+    times = (3 if model.trains_indexers else 1) / (1 if model.trains_indexers_alone else 3)
+    return latent_weights(model) + model.num_attention_heads * widths * attended + times * of_indexer
 
 
 def _needed(model: ModelConfig) -> str:

@@ -1,0 +1,173 @@
+"""Sparse attention on one rank: the choice of keys, ties, blocks of queries, what is kept, what is counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from megalite.config.kinds.table import KINDS
+from megalite.inference.network import Network, make_network
+from megalite.model.latent_attention import LatentAttention, LatentCache
+from megalite.model.sparse_attention import SparseAttention
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite_kernels import indexer
+from megalite_kernels.indexer import (
+    Indices,
+    VisibleKeys,
+    best_keys,
+    choose_keys,
+    divergence,
+    index_scores,
+    mask_of,
+    numbers_of,
+    summed_probabilities,
+)
+from tests.distributed.layout_cell import Cell, model_config
+from tests.unit.test_latent_attention import ROW, decoded
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def made_indices(batch: int = 2, queries: int = 9, keys: int = 13, heads: int = 3, width: int = 4) -> Indices:
+    return Indices(
+        drawn(batch, queries, heads, width), drawn(batch, queries, heads, seed=1), drawn(batch, keys, width, seed=2)
+    )
+
+
+@given(
+    rows=some.lists(some.lists(some.integers(-2, 2), min_size=7, max_size=7), min_size=1, max_size=6),
+    count=some.integers(1, 9),
+    first=some.integers(0, 3),
+)
+def test_the_first_of_equal_keys_are_chosen(rows: list[list[int]], count: int, first: int) -> None:
+    """Whole numbers, so that most scores have an equal."""
+    scores = torch.tensor([rows], dtype=torch.float64)
+    visible = VisibleKeys(torch.full((1, len(rows)), first), torch.arange(len(rows))[None])
+    mask = visible.mask(slice(None), 7)
+    chosen = best_keys(scores, mask, count)
+    for query, row in enumerate(rows):
+        seen = range(first, min(query, 6) + 1)
+        best = sorted(seen, key=lambda key: (-row[key], key))[:count]
+        assert chosen[0, query].nonzero().flatten().tolist() == sorted(best)
+    numbers = numbers_of(chosen, min(count, 7))
+    assert torch.equal(mask_of(numbers, 7), chosen)
+    assert (numbers[..., 1:] > numbers[..., :-1]).logical_or(numbers[..., 1:] == -1).all()
+
+
+def test_scores_are_the_formula() -> None:
+    indices = made_indices()
+    query, weights, key = indices
+    for relu in (True, False):
+        found = index_scores(indices, relu=relu)
+        for sample in range(2):
+            for row in range(9):
+                for at in range(13):
+                    products = [float(query[sample, row, h] @ key[sample, at]) / math.sqrt(4) for h in range(3)]
+                    products = [max(each, 0.0) if relu else each for each in products]
+                    wanted = sum(float(weights[sample, row, h]) * products[h] for h in range(3))
+                    assert float(found[sample, row, at]) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_blocks_of_queries_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    indices = made_indices()
+    visible = VisibleKeys(torch.zeros(1, 9, dtype=torch.int64), torch.arange(4, 13)[None])
+    whole = choose_keys(indices, visible, 5, relu=True)
+    monkeypatch.setattr(indexer, "_ELEMENTS", 2 * 3 * 13 * 2)
+    assert len(indexer.rows_in_blocks(9, 2 * 3 * 13)) == 5
+    assert torch.equal(choose_keys(indices, visible, 5, relu=True), whole)
+
+
+def test_the_gradient_of_the_divergence_is_that_of_autograd() -> None:
+    scores, target = drawn(2, 5, 7).requires_grad_(), drawn(2, 5, 7, seed=1).exp()
+    mask = torch.rand(2, 5, 7, generator=torch.Generator().manual_seed(3)) < 0.6
+    mask[..., 0] = True
+    mask[0, 0] = False  # a query that sees no key
+    target = target * mask
+    counted = torch.tensor([[True, True, False, True, True], [True] * 5])
+    total, gradient = divergence(scores.detach(), target, mask, counted)
+    shares = target / target.sum(-1, keepdim=True).clamp_min(1e-300)
+    logs = torch.log_softmax(scores.masked_fill(~mask, -1e30), dim=-1)
+    wanted = (torch.xlogy(shares, shares) - shares * logs).masked_fill(~mask, 0.0).sum(-1)
+    (by_autograd,) = torch.autograd.grad((wanted * counted).sum(), scores)
+    assert float(total) == pytest.approx(float((wanted * counted).sum().detach()), rel=1e-12)
+    assert (gradient - by_autograd).abs().max() < 1e-14
+
+
+def test_summed_probabilities_of_a_query_without_keys_are_nothing() -> None:
+    query, key = drawn(1, 3, 4, 5), drawn(1, 3, 6, 5, seed=1)
+    mask = torch.ones(1, 4, 6, dtype=torch.bool).tril()
+    mask[0, 2] = False
+    found = summed_probabilities(query, key, mask, scale=0.5, cap=None)
+    assert found[0].sum(-1).tolist() == pytest.approx([3.0, 3.0, 0.0, 3.0])
+    assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_are_in_fp32_whatever_the_weights_are(dtype: torch.dtype) -> None:
+    """2,048 channels: in bf16 the sum alone would be off by 1e-2."""
+    indices = Indices(*(each.to(dtype) for each in made_indices(keys=40, heads=2, width=2048)))
+    found = index_scores(indices, relu=True)
+    wanted = index_scores(Indices(*(each.double() for each in indices)), relu=True)
+    assert found.dtype == torch.float32
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def made(indexing: str, **options: object) -> Network:
+    cell = Cell("llama", latents="narrow values", qk_layernorm=True, indexing=indexing, **options)  # type: ignore[arg-type]
+    network = make_network(model_config(cell), ParallelMesh(), torch.float64)
+    initialize(network.stage, 5)
+    return network
+
+
+@pytest.mark.parametrize("indexing", ["few", "sparse loss", "every second"])
+def test_absorbed_and_written_out_are_the_same(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for absorbed in (True, False):
+        monkeypatch.setattr(LatentAttention, "_absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
+        found.append(decoded(made(indexing))[0])
+    assert (found[0] - found[1]).abs().max() <= 1e-12 * found[1].abs().max()
+    dense = decoded(made("more than is seen"))[0]
+    assert (found[0] - dense).abs().max() > 1e-3 * dense.abs().max()  # so something was left out
+
+
+def test_the_cache_has_latents_rotated_keys_and_the_indexers_keys_alone() -> None:
+    network = made("every second")
+    _, cache = decoded(network)
+    kept = [each._kept for each in cache._layers.values() if isinstance(each, LatentCache)]
+    config, widths = network.stage.config, [4, 0, 4, 0]  # every second layer has no indexer
+    for each, width in zip(kept, widths, strict=True):
+        assert each is not None
+        assert each.numel() == len(ROW) * (config.kv_lora_rank + config.qk_pos_emb_head_dim + width)
+
+
+def test_weights_are_counted() -> None:
+    network = made("few")
+    config, elements = network.stage.config, 0
+    for parameter, piece in named_pieces(network.stage):
+        if ".latent_attention." in piece.tensor.name and "norm" not in piece.tensor.name:
+            elements += piece.view(parameter).numel()
+    assert KINDS["sparse_attention"].weights(config) * config.num_layers == elements
+
+
+def test_indexers_are_frozen_without_a_loss_and_all_else_in_the_warmup() -> None:
+    def trained(indexing: str) -> set[bool]:
+        network = made(indexing)
+        found = {(".indexer." in name, each.requires_grad) for name, each in network.stage.named_parameters()}
+        assert len(found) == 2
+        return {of_indexer for of_indexer, requires_grad in found if requires_grad}
+
+    assert trained("few") == {False, True}
+    assert trained("without loss") == {False}
+    assert trained("warmup") == {True}
+    assert trained("indexer") == {True}
+    layers = [each for each in made("every second").stage.modules() if isinstance(each, SparseAttention)]
+    assert [each.indexer is None for each in layers] == [False, True, False, True]
