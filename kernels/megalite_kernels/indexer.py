@@ -63,13 +63,34 @@ def rows_in_blocks(queries: int, numbers: int) -> list[slice]:
 
 def index_scores(indices: Indices, *, relu: bool) -> Tensor:
     """Return the score of each key for each query, [batch, queries, keys] in fp32 or wider."""
-    wide = torch.promote_types(indices.query.dtype, torch.float32)
-    query, weights, key = (each.to(wide) for each in indices)
-    products = (query.flatten(1, 2) @ key.transpose(1, 2)).unflatten(1, query.shape[1:3])
-    products = products * (1.0 / math.sqrt(query.shape[-1]))
+    products = _products(indices)
     if relu:
-        products = torch.relu(products)
-    return (weights.unsqueeze(2) @ products).squeeze(2)
+        products = products.relu_()
+    wide = indices.weights.to(products.dtype)
+    return (wide.unsqueeze(2) @ products).squeeze(2)
+
+
+def _products(indices: Indices) -> Tensor:
+    """Return the scaled products of queries and keys, [batch, queries, heads, keys] in fp32 or wider."""
+    wide = torch.promote_types(indices.query.dtype, torch.float32)
+    query, key = indices.query.to(wide), indices.key.to(wide)
+    products = (query.flatten(1, 2) @ key.transpose(1, 2)).unflatten(1, query.shape[1:3])
+    return products.mul_(1.0 / math.sqrt(query.shape[-1]))
+
+
+def index_gradients(indices: Indices, of_scores: Tensor, *, relu: bool) -> Indices:
+    """Return the gradients of what the indexer has made, in fp32 or wider, from that of the scores."""
+    products = _products(indices)
+    wide = products.dtype
+    query, weights, key = (each.to(wide) for each in indices)
+    of_products = weights.unsqueeze(-1) * of_scores.unsqueeze(2)
+    if relu:
+        of_products = of_products.mul_(products > 0)
+        products = products.relu_()
+    of_weights = (products @ of_scores.unsqueeze(-1)).squeeze(-1)
+    of_products = of_products.mul_(1.0 / math.sqrt(query.shape[-1])).flatten(1, 2)
+    of_query = (of_products @ key).unflatten(1, query.shape[1:3])
+    return Indices(of_query, of_weights, of_products.transpose(1, 2) @ query.flatten(1, 2))
 
 
 def best_keys(scores: Tensor, visible: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ own keys and values, the output and the log-sum-exp, and no scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -54,6 +54,7 @@ class _Calls(NamedTuple):
     """Arguments of attention by parts, other than tensors of the graph.
 
     Attributes:
+        rounds: gives the parts of each round, perhaps of the keys that are chosen.
         exchange: the way in which keys and values arrive.
         groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
@@ -61,7 +62,7 @@ class _Calls(NamedTuple):
         expansion: makes keys and values of what travels in their place; None: they travel themselves.
     """
 
-    rounds: Sequence[MaskedRound]
+    rounds: Callable[[Tensor | None], Sequence[MaskedRound]]
     exchange: KeyValueExchange
     groups: Tensor | None
     scale: float
@@ -96,7 +97,13 @@ class _Calls(NamedTuple):
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, travelling: Tensor, weight: Tensor | None, sink: Tensor | None, calls: _Calls
+        ctx: Any,
+        query: Tensor,
+        travelling: Tensor,
+        weight: Tensor | None,
+        sink: Tensor | None,
+        chosen: Tensor | None,
+        calls: _Calls,
     ) -> Tensor:
         """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
@@ -106,7 +113,7 @@ class _AttentionByParts(torch.autograd.Function):
         lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
         prepared, drawn = calls.exchange.prepare(travelling), calls.draw(query)
-        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds(chosen), strict=True):
             block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -121,17 +128,18 @@ class _AttentionByParts(torch.autograd.Function):
             output, lse = with_sink(output, lse, sink)
         output = rounded(output, query.dtype)
         ctx.calls = calls
-        ctx.save_for_backward(query, prepared, output, lse, sink)
+        ctx.save_for_backward(query, prepared, output, lse, sink, chosen)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, and of keys and values as their blocks come by once more."""
-        (query, prepared, output, lse, sink), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
+        query, prepared, output, lse, sink, chosen = ctx.saved_tensors
+        calls, gradient = ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
         drawn, expansion = calls.draw(query), calls.expansion
-        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds(chosen), strict=True):
             arrived, block = block, calls.made(block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
@@ -155,7 +163,7 @@ class _AttentionByParts(torch.autograd.Function):
             total.add(of_block if expansion is None else expansion.gradient(arrived, of_block))
         of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
         of_weight = None if expansion is None else expansion.of_weight()
-        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None, None
 
 
 def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
@@ -279,7 +287,7 @@ class ContextParallelCore:
         if random is not None and inner.dropout > 0.0:
             dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
         calls = _Calls(
-            mask.rounds(layout, gathers=self.gathers),
+            lambda _: mask.rounds(layout, gathers=self.gathers),
             Gather(self.others, layout) if self.gathers else Ring(self.others),
             self._groups,
             1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale,
@@ -289,7 +297,7 @@ class ContextParallelCore:
             expansion,
         )
         weight = None if expansion is None else expansion.weight
-        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, None, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _exchange_heads(
@@ -333,7 +341,8 @@ class ContextParallelCore:
 def attend_in_blocks(
     query: Tensor,
     key_value: Tensor,
-    blocks: MaskedRound,
+    chosen: Tensor | None,
+    blocks: Callable[[Tensor | None], MaskedRound],
     *,
     scale: float,
     cap: float | None,
@@ -344,7 +353,8 @@ def attend_in_blocks(
     Args:
         query: [batch, heads, queries, width].
         key_value: keys and values, [2, batch, heads, tokens of the sample, width].
-        blocks: blocks of queries and their masks, which may be made when they are asked for.
+        chosen: what backward keeps of the masks.
+        blocks: returns the blocks of queries and their masks, given `chosen`.
         dropout: as in `_Calls`.
 
     Returns:
@@ -352,6 +362,6 @@ def attend_in_blocks(
     """
     tokens = key_value.shape[-2]
     alone = Gather(Group((0,), 0), SequenceLayout.whole(tokens))
-    calls = _Calls([blocks], alone, None, scale, cap, dropout, tokens)
-    output: Tensor = _AttentionByParts.apply(query, key_value, None, None, calls)
+    calls = _Calls(lambda chosen: [blocks(chosen)], alone, None, scale, cap, dropout, tokens)
+    output: Tensor = _AttentionByParts.apply(query, key_value, None, None, chosen, calls)
     return output

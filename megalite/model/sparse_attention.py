@@ -11,7 +11,7 @@ computes it by blocks of queries, together with its gradient, so that backward n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from megalite_kernels.indexer import (
     VisibleKeys,
     choose_keys,
     divergence,
+    index_gradients,
     index_scores,
     mask_of,
     rows_in_blocks,
@@ -244,12 +245,14 @@ class SparseCore:
             dropout = random.dropout_mask(local.dropout, local.site, layout.rows_of(local.heads))
         query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
         batch, heads, queries, _ = query.shape
-        rows = rows_in_blocks(queries, batch * heads * key.shape[2])
+        rows, whole = rows_in_blocks(queries, batch * heads * key.shape[2]), range(key.shape[2])
         assert local.scale is not None
+        seen, chosen = replace(mask, chosen=None), mask.chosen
         mixed = attend_in_blocks(
             query,
             torch.stack([key, value]),
-            MaskedRound((range(key.shape[2]),), _Parts(mask, rows)),
+            chosen,
+            lambda chosen: MaskedRound((whole,), _Parts(replace(seen, chosen=chosen), rows)),
             scale=local.scale,
             cap=local.cap,
             dropout=dropout,
@@ -317,16 +320,13 @@ class _Divergence(torch.autograd.Function):
         indices, trained = Indices(query, weights, key), any(ctx.needs_input_grad[:3])
         gradients = [torch.zeros_like(each, dtype=wide) for each in indices] if trained else []
         for rows, target, mask in targets:
-            block = Indices(*(each.detach().to(wide) for each in indices.of_rows(rows, mask.shape[-1])))
-            with torch.set_grad_enabled(trained):
-                leaves = Indices(*(each.requires_grad_(trained) for each in block))
-                scores = index_scores(leaves, relu=relu)
+            block = indices.of_rows(rows, mask.shape[-1])
             of_rows = None if counted is None else counted[:, rows]
-            sum_of_rows, of_scores = divergence(scores.detach(), target, mask, of_rows)
+            sum_of_rows, of_scores = divergence(index_scores(block, relu=relu), target, mask, of_rows)
             total += sum_of_rows
             if trained:
                 places = Indices(*gradients).of_rows(rows, mask.shape[-1])
-                for place, found in zip(places, torch.autograd.grad(scores, leaves, of_scores), strict=True):
+                for place, found in zip(places, index_gradients(block, of_scores, relu=relu), strict=True):
                     place += found
         ctx.dtypes = [each.dtype for each in indices]
         ctx.save_for_backward(*gradients)

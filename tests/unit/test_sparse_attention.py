@@ -24,6 +24,7 @@ from megalite_kernels.indexer import (
     best_keys,
     choose_keys,
     divergence,
+    index_gradients,
     index_scores,
     mask_of,
     numbers_of,
@@ -75,6 +76,19 @@ def test_scores_are_the_formula() -> None:
                     products = [max(each, 0.0) if relu else each for each in products]
                     wanted = sum(float(weights[sample, row, h]) * products[h] for h in range(3))
                     assert float(found[sample, row, at]) == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_gradients_of_scores_are_those_of_autograd(relu: bool) -> None:
+    leaves = Indices(*(each.requires_grad_() for each in made_indices()))
+    query, weights, key = leaves
+    products = torch.einsum("bqhd,bkd->bqhk", query, key) / math.sqrt(4)
+    scores = torch.einsum("bqh,bqhk->bqk", weights, products.relu() if relu else products)
+    of_scores = drawn(2, 9, 13, seed=7)
+    wanted = torch.autograd.grad(scores, leaves, of_scores)
+    found = index_gradients(Indices(*(each.detach() for each in leaves)), of_scores, relu=relu)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours - theirs).abs().max() < 1e-13
 
 
 def test_blocks_of_queries_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
