@@ -97,7 +97,7 @@ def test_a_network_of_which_a_part_is_trained_is_not_planned() -> None:
     config = config_of(f"--hybrid-layer-pattern D-D- {SPARSE} --dsa-stage warmup")
     whole = dry_run(config_of(f"--hybrid-layer-pattern D-D- {SPARSE}"), 1, 0).memory
     assert dry_run(config, 1, 0).memory.gradients < 0.1 * whole.gradients
-    with pytest.raises(ConfigurationError, match="--dsa-stage warmup trains the indexers alone.*plan --dsa-stage sp"):
+    with pytest.raises(ConfigurationError, match=r"--dsa-stage warmup trains the indexers alone.*plan --dsa-stage sp"):
         Planner(config, GPU, 1)
 
 
