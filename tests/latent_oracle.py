@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.qk_clip import Array, note
 from tests.rotary_oracle import Rotary
 
 Weights = Mapping[str, Tensor]
@@ -30,12 +31,18 @@ class Latents(Rotary):
     norm_epsilon: float = 1e-5
     latent_epsilon: float | None = None  # of norms of latents, if it is another
     score_cap: float = math.inf
+    largest: dict[str, Array] | None = None  # where layers note their largest logits, before the cap
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
     def capped(self, scores: Tensor) -> Tensor:
         return scores if self.score_cap == math.inf else self.score_cap * torch.tanh(scores / self.score_cap)
+
+    def noted(self, name: str, scores: Tensor, visible: Tensor) -> Tensor:
+        if self.largest is not None:
+            note(self.largest, name, scores, visible)
+        return scores
 
     def latent_layer(
         self,
@@ -93,7 +100,7 @@ class Latents(Rotary):
                 rotated = rotary.rotate(rotated[:, :, None], positions)[:, :, 0]
             of_plain = plain @ key.transpose(1, 2)
             scores.append((of_plain + rotated @ shared.transpose(1, 2)) * scale)
-        masked = self.capped(torch.stack(scores, dim=1)).masked_fill(~visible, -math.inf)
+        masked = self.capped(self.noted(name, torch.stack(scores, dim=1), visible)).masked_fill(~visible, -math.inf)
         probabilities = dropped(torch.softmax(masked, dim=-1))
         for head in range(heads):
             context = probabilities[:, head] @ F.linear(latent, up[head, key_width:])

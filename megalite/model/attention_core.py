@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalite.model.sample_mask import SampleMask
+from megalite.parallel.largest_logits import LargestLogits
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
@@ -29,6 +30,7 @@ class LocalCore:
         dropout: dropout probability of attention probabilities.
         site: the random site of this dropout.
         recompute: True to recompute the core in backward instead of saving its activations.
+        largest: takes in the logits of training; None: nobody asks for them.
     """
 
     heads: range
@@ -38,6 +40,7 @@ class LocalCore:
     dropout: float
     site: Site
     recompute: bool
+    largest: LargestLogits | None = None
 
     def __call__(
         self,
@@ -64,6 +67,9 @@ class LocalCore:
             Weighted values, [tokens, batch, heads * head_dim].
         """
         assert not isinstance(mask, SampleMask), "only context parallelism cuts samples"
+        if self.largest is not None:
+            of_heads, of_keys = query.permute(1, 2, 0, 3), self._of_heads(key).permute(1, 2, 0, 3)
+            self.largest.measure(self.heads, of_heads, of_keys, mask, self.scale)
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random, sink=sink)
         keeps = sink is None and keeps_scores(mask, self.cap)
         if (self.recompute or keeps) and torch.is_grad_enabled():
@@ -91,14 +97,17 @@ class LocalCore:
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if sink is None and draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        if not self.groups_are_even:
-            key, value = key[:, :, self.groups], value[:, :, self.groups]
+        key, value = self._of_heads(key), self._of_heads(value)
         query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         if sink is None:
             mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
         else:
             mixed = attention_with_sink(query, key, value, mask, sink, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _of_heads(self, shared: Tensor) -> Tensor:
+        """Return keys or values [tokens, batch, groups, head_dim], repeated per head if groups are uneven."""
+        return shared if self.groups_are_even else shared[:, :, self.groups]
 
     @functools.cached_property
     def groups_are_even(self) -> bool:

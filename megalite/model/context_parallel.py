@@ -8,8 +8,9 @@ own keys and values, the output and the log-sum-exp, and no scores.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -58,6 +59,7 @@ class _Calls(NamedTuple):
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
         length: number of tokens of the sample.
         expansion: makes keys and values of what travels in their place; None: they travel themselves.
+        measure: takes in the logits of a part, of its queries, keys, mask and scale; None: nobody asks for them.
     """
 
     rounds: Sequence[MaskedRound]
@@ -68,6 +70,7 @@ class _Calls(NamedTuple):
     dropout: DropoutMask | None
     length: int
     expansion: Expansion | None = None
+    measure: Callable[..., None] | None = None
 
     def draw(self, query: Tensor) -> Tensor | None:
         """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
@@ -109,6 +112,8 @@ class _AttentionByParts(torch.autograd.Function):
             block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
+                if calls.measure is not None:
+                    calls.measure(query[:, :, rows], key, mask, calls.scale)
                 options = calls.options(keys, part, drawn, query.device)
                 found = attend(query[:, :, rows], key, value, mask, **options)
                 if begun[rows].any():
@@ -286,6 +291,7 @@ class ContextParallelCore:
             dropout,
             layout.length,
             expansion,
+            None if inner.largest is None else functools.partial(inner.largest.measure, inner.heads),
         )
         weight = None if expansion is None else expansion.weight
         output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)

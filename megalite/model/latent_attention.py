@@ -30,6 +30,7 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.largest_logits import LargestLogits, LogitClip, ScaledRows
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
@@ -95,6 +96,7 @@ class LatentAttention(nn.Module):
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
+        clip: LogitClip | None = None,
     ) -> None:
         """Make the layer.
 
@@ -103,6 +105,7 @@ class LatentAttention(nn.Module):
             layer: number among the network's layers of this kind: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
+            clip: measure logits for this clip; None: do not.
         """
         super().__init__()
         group = context.group("heads")
@@ -114,6 +117,9 @@ class LatentAttention(nn.Module):
             self.key_value_norm = norm(context, f"{name}.key_value_norm", sizes.rank)
             if sizes.query_rank is not None:
                 self.query_norm = norm(context, f"{name}.query_norm", sizes.query_rank)
+        self.largest_logits = None
+        if clip is not None:
+            self.largest_logits = LargestLogits(context, clip, sizes.heads, sizes.heads, _scaled(name, sizes, clip))
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=range(self.heads),
@@ -122,6 +128,7 @@ class LatentAttention(nn.Module):
             dropout=sizes.dropout,
             site=Site(layer, "attention"),
             recompute=recompute,
+            largest=self.largest_logits,
         )
         self.core: Callable[..., Tensor] = local
         self.latents_travel = False
@@ -265,6 +272,20 @@ class LatentAttention(nn.Module):
         shares = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).to(kept.dtype)
         mixed = (shares.flatten(1, 2) @ kept[..., : sizes.rank]).unflatten(1, (self.heads, queries))
         return torch.einsum("bhsr,hvr->sbhv", mixed, of_values).flatten(2)
+
+
+def _scaled(name: str, sizes: LatentSizes, clip: LogitClip) -> list[ScaledRows]:
+    """Return the rows that a clip scales.
+
+    All heads share the rotated key, so the rotated part of a head's queries is scaled by the whole factor.
+    """
+    queries = f"{name}.query" if sizes.query_rank is None else f"{name}.query_up"
+    plain = range(sizes.key_width)
+    return [
+        ScaledRows(queries, plain, clip.alpha),
+        ScaledRows(queries, range(sizes.key_width, sizes.query_width), 1.0),
+        ScaledRows(f"{name}.key_value_up", plain, 1 - clip.alpha),
+    ]
 
 
 class LatentCache:
