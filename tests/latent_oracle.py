@@ -32,6 +32,7 @@ class Latents(Rotary):
     latent_epsilon: float | None = None  # of norms of latents, if it is another
     score_cap: float = math.inf
     largest: dict[str, Array] | None = None  # where layers note their largest logits, before the cap
+    unnoted: Tensor | None = None  # [batch, sequence], true for tokens whose logits do not count
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         raise NotImplementedError
@@ -41,7 +42,7 @@ class Latents(Rotary):
 
     def noted(self, name: str, scores: Tensor, visible: Tensor) -> Tensor:
         if self.largest is not None:
-            note(self.largest, name, scores, visible)
+            note(self.largest, name, scores, visible, self.unnoted)
         return scores
 
     def latent_layer(

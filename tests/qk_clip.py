@@ -14,8 +14,12 @@ from torch import Tensor
 Array = NDArray[np.float64]
 
 
-def note(largest: dict[str, Array], layer: str, scores: Tensor, visible: Tensor) -> None:
-    """Take in the scores [batch, heads, queries, keys] of a layer, of pairs that are visible [batch, 1, ...]."""
+def note(largest: dict[str, Array], layer: str, scores: Tensor, visible: Tensor, padding: Tensor | None) -> None:
+    """Take in the scores [batch, heads, queries, keys] of a layer, of pairs that are visible [batch, 1, ...].
+
+    Queries of `padding` [batch, queries] do not count.
+    """
+    visible = visible if padding is None else visible & ~padding[:, None, :, None]
     numbers = np.where(visible.numpy(), scores.detach().double().numpy(), -np.inf).max(axis=(0, 2, 3))
     largest[layer] = np.maximum(largest.get(layer, -np.inf), numbers)
 

@@ -18,7 +18,14 @@ Visible = Literal["all", "causal"] | Tensor | BlockMask | None
 
 
 @torch.no_grad()
-def largest_logits(query: Tensor, key: Tensor, mask: Visible, scale: float | None, at_once: int = AT_ONCE) -> Tensor:
+def largest_logits(
+    query: Tensor,
+    key: Tensor,
+    mask: Visible,
+    scale: float | None,
+    counted: Tensor | None = None,
+    at_once: int = AT_ONCE,
+) -> Tensor:
     """Return the largest of query @ key * scale of each head, [heads] in fp32 or wider; -inf if its queries see no key.
 
     Logits are those before a soft cap. They are computed for some rows of queries at a time, and never kept.
@@ -29,6 +36,7 @@ def largest_logits(query: Tensor, key: Tensor, mask: Visible, scale: float | Non
         mask: the keys that each row sees, [batch or 1, 1, rows, keys] if it is a tensor. Causal: row i sees the keys up
             to i.
         scale: factor of the logits, above 0; None for 1 / sqrt(width).
+        counted: the queries that count, [batch, rows] bool; None: all.
         at_once: most logits in memory, but for those of one row.
     """
     (batch, heads, rows, width), (groups, keys) = query.shape, key.shape[1:3]
@@ -48,7 +56,10 @@ def largest_logits(query: Tensor, key: Tensor, mask: Visible, scale: float | Non
         logits = logits.view(batch, heads, own.stop - start, -1)
         if (visible := _rows_of(mask, own, seen, query.device)) is not None:
             logits.masked_fill_(~visible, -math.inf)
-        found = torch.maximum(found, logits.amax(dim=(0, 2, 3)))
+        of_rows = logits.amax(dim=3)
+        if counted is not None:
+            of_rows.masked_fill_(~counted[:, None, own], -math.inf)
+        found = torch.maximum(found, of_rows.amax(dim=(0, 2)))
     return found * (1.0 / math.sqrt(width) if scale is None else scale)
 
 

@@ -202,7 +202,6 @@ class Attention(nn.Module):
             dropout=sizes.dropout,
             site=Site(layer, "attention"),
             recompute=recompute,
-            largest=self.largest_logits,
         )
         self.core: Callable[..., Tensor] = local
         if context.mesh.size("cp") > 1:
@@ -244,7 +243,9 @@ class Attention(nn.Module):
         if (cache := context.cache) is not None:
             key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
-        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random, self.sink)
+        mask, layout = context.masks[self.window], context.layout
+        measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
+        mixed = self.core(query, key, value, mask, layout, random, self.sink, measure)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalite.model.sample_mask import SampleMask
-from megalite.parallel.largest_logits import LargestLogits
+from megalite.parallel.largest_logits import Measure
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
@@ -30,7 +30,6 @@ class LocalCore:
         dropout: dropout probability of attention probabilities.
         site: the random site of this dropout.
         recompute: True to recompute the core in backward instead of saving its activations.
-        largest: takes in the logits of training; None: nobody asks for them.
     """
 
     heads: range
@@ -40,7 +39,6 @@ class LocalCore:
     dropout: float
     site: Site
     recompute: bool
-    largest: LargestLogits | None = None
 
     def __call__(
         self,
@@ -51,6 +49,7 @@ class LocalCore:
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -62,14 +61,15 @@ class LocalCore:
             layout: indices of the queries in their samples.
             random: key of the dropout; None for no dropout.
             sink: one more logit of the softmax for each head, without a value, [heads]; None for none.
+            measure: takes in the logits; None: nobody asks for them.
 
         Returns:
             Weighted values, [tokens, batch, heads * head_dim].
         """
         assert not isinstance(mask, SampleMask), "only context parallelism cuts samples"
-        if self.largest is not None:
-            of_heads, of_keys = query.permute(1, 2, 0, 3), self._of_heads(key).permute(1, 2, 0, 3)
-            self.largest.measure(self.heads, of_heads, of_keys, mask, self.scale)
+        if measure is not None:
+            of_keys = self._of_heads(key).permute(1, 2, 0, 3)
+            measure(self.heads, layout, query.permute(1, 2, 0, 3), of_keys, mask, self.scale)
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random, sink=sink)
         keeps = sink is None and keeps_scores(mask, self.cap)
         if (self.recompute or keeps) and torch.is_grad_enabled():

@@ -128,7 +128,6 @@ class LatentAttention(nn.Module):
             dropout=sizes.dropout,
             site=Site(layer, "attention"),
             recompute=recompute,
-            largest=self.largest_logits,
         )
         self.core: Callable[..., Tensor] = local
         self.latents_travel = False
@@ -231,11 +230,13 @@ class LatentAttention(nn.Module):
                 assert mask is None or isinstance(mask, Tensor)
                 return self._absorbed(query, kept, mask)
             latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+        measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
+        arguments = mask, context.layout, random, None, measure
         if self.latents_travel:
-            return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), mask, context.layout, random)
+            return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), *arguments)
         of_heads = product(latent, self.key_value_up).unflatten(-1, (self.heads, -1))
         key, value = keys_and_values(of_heads, rotated_key, self.sizes.key_width)
-        return self.core(query, key, value, mask, context.layout, random)
+        return self.core(query, key, value, *arguments)
 
     def _travelled(self, query: Tensor, latents: Tensor, *arguments: object) -> Tensor:
         """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""

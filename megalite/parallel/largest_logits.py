@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.largest_logits import Visible, largest_logits
 
 
@@ -64,14 +66,9 @@ class LargestLogits(nn.Module):
         dtype = torch.promote_types(context.dtype, torch.float32)
         self.own = torch.full((heads,), -math.inf, dtype=dtype, device=context.mesh.device)
 
-    def measure(self, heads: range, query: Tensor, key: Tensor, mask: Visible, scale: float | None) -> None:
-        """Take in the logits of these heads of the model, unless the network evaluates.
-
-        The other arguments are those of `largest_logits`.
-        """
-        if self.training:
-            own = self.own[heads.start : heads.stop]
-            own.copy_(torch.maximum(own, largest_logits(query, key, mask, scale)))
+    def of_samples(self, lengths: Tensor | None) -> Measure:
+        """Return what takes in the logits of a micro-batch. `lengths`: see `MicroBatch`."""
+        return Measure(self, lengths)
 
     def begin_step(self) -> None:
         """Forget all logits."""
@@ -82,6 +79,40 @@ class LargestLogits(nn.Module):
         each, threshold = len(largest) // self.groups, self.clip.threshold
         of_groups = [max(largest[first : first + each]) for first in range(0, len(largest), each)]
         return [threshold / logit if threshold < logit < math.inf else 1.0 for logit in of_groups]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Measure of the logits of a micro-batch."""
+
+    layer: LargestLogits
+    lengths: Tensor | None
+
+    def __call__(
+        self,
+        heads: range,
+        layout: SequenceLayout,
+        query: Tensor,
+        key: Tensor,
+        mask: Visible,
+        scale: float | None,
+        rows: slice = slice(None),
+    ) -> None:
+        """Take in logits of these heads of the model, unless the network evaluates.
+
+        Args:
+            layout: indices of the tokens of this rank, or of those that exchange heads, in their samples.
+            rows: which of these tokens the queries are.
+
+        The other arguments are those of `largest_logits`. Queries that only fill up a sample do not count: a rank with
+        fewer micro-batches has some more of them.
+        """
+        if not self.layer.training:
+            return
+        counted, own = None, self.layer.own[heads.start : heads.stop]
+        if self.lengths is not None:
+            counted = layout.places(query.device)[rows] < self.lengths.unsqueeze(1)
+        own.copy_(torch.maximum(own, largest_logits(query, key, mask, scale, counted)))
 
 
 def largest_logits_of(networks: Iterable[nn.Module]) -> list[LargestLogits]:

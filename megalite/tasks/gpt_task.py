@@ -17,7 +17,6 @@ from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
-from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks import summary
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
@@ -26,7 +25,7 @@ from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training import builder
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
-from megalite.training.metrics import LARGEST_LOGIT, THROUGHPUT
+from megalite.training.metrics import THROUGHPUT
 from megalite.training.task import Figures, Summarized
 
 if TYPE_CHECKING:
@@ -137,11 +136,9 @@ class GPTTask(GPTNetworkTask):
         return dict(zip(THROUGHPUT, figures, strict=True))
 
     def figures(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        figures = super().figures(micro_batches, updated=updated)
         if self.config.model.num_experts is not None and updated:
             figures |= expert_loads(self.chunks, len(self.config.model.all_layers), self.mesh)
-        if self.model.measures_logits:
-            figures[LARGEST_LOGIT] = largest_of_all(self.chunks, self.mesh)
         if self.cutting.ranks > 1 and self.cutting.layers:
             figures[BUSIEST] = self._busiest(micro_batches)
         return figures

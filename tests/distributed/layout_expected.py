@@ -169,7 +169,7 @@ def expected(alone: Cell) -> Expected:
         routing = Routing(biases, whole.padding, offsets=offsets)
         dropped = dropout(alone, step, SEED)
         largest.append({})
-        model = replace(oracle(alone), largest=largest[-1])
+        model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
         normed = model.normed(weights, *fields, dropped, routing)
         logits = model.logits_of(weights, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))

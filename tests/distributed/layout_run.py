@@ -106,7 +106,8 @@ class RankResult:
     states: list[Held]
     """States of the modules after the last step."""
     figures: dict[str, float]
-    """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient; if logits are measured, the largest of the last step."""
+    """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient; the
+    largest logit of the last step if it is measured."""
 
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
