@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dropout_rule import Dropout
 from tests.oracle import RECURRENT, Oracle, Routing, Weights, loss_sum_and_count
+from tests.qk_clip import Array
 
 SITES = {"*": (1, 2), "+": (1, 8), "-": (3,), "E": (3,)} | {letter: (4 + n,) for n, letter in enumerate(RECURRENT)}
 """Sites of the dropout of each letter's layers."""
@@ -88,8 +90,10 @@ class Depths:
                 step = max(counts.values()) if self.repeated else counts.get(letter, 0)
                 begins |= dict.fromkeys(sites, before + (depth - 1) * step)
             dropped = DropoutOfDepth(**vars(dropout), begins=begins)
+            noted = dict[str, Array]()
             layers = replace(
                 oracle,
+                largest=noted,
                 pattern=self.letters,
                 windows=oracle.windows[-1:] if self.letters is None else (),
                 unrotated=(0,) if oracle.windows and len(main) // 2 - 1 in oracle.unrotated else (),
@@ -105,6 +109,9 @@ class Depths:
             )
             hidden = layers.run(own, joined, positions, documents, dropped, inner)
             routing.records.update({name + each: record for each, record in inner.records.items()})
+            if oracle.largest is not None:
+                for layer, largest in noted.items():
+                    oracle.largest[name + layer] = np.maximum(oracle.largest.get(name + layer, -np.inf), largest)
             hidden = oracle.norm(own, "final_norm", hidden)
             logits = oracle.logits_of(weights, hidden)[:, : length - depth]
             total, count = logits.new_zeros(()), logits.new_zeros(())

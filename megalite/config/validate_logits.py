@@ -19,7 +19,7 @@ def clip_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def logit_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each way of data parallelism in which a step's logits are not those of one set of weights."""
+    """Yield a line for each option with which the largest logits are not those of a step with one set of weights."""
     chosen, model = config.synchronization, config.model
     if not model.measures_logits:
         return
@@ -30,6 +30,8 @@ def logit_problems(config: RunConfig) -> Iterator[str]:
         "--drop-stragglers-after: a micro-batch that is left out has logits all the same": (
             chosen.drop_stragglers_after is not None
         ),
-        "--backup-workers: a gradient that is left out has logits all the same": chosen.backup_workers > 0,
+        "--survivors-finish-step: logits of micro-batches that survivors keep are lost": (
+            config.recovery.survivors_finish_step
+        ),
     }
     yield from (f"{flag} and {way}; drop one of them" for way, is_given in ways.items() if is_given)
