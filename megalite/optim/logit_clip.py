@@ -31,7 +31,7 @@ class _Scaled(NamedTuple):
 
 
 _Factors = Mapping[str, Sequence[tuple[ScaledRows, Sequence[float]]]]
-"""By the name of a tensor, the rows that are scaled and the factors of the groups' logits."""
+"""Rows of a tensor that are scaled, and the factors of the groups' logits, by the tensor's name."""
 
 
 @torch.no_grad()

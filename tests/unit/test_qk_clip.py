@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config import RunConfig, parse_arguments, resolve
+from megalite.errors import ConfigurationError
 from megalite.optim.packed import View
+from megalite.parallel.mesh import UnconnectedMesh
 from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask
 from megalite_kernels.largest_logits import largest_logits
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_expected import one_thread
-from tests.distributed.layout_run import Training, initialized_chunks, make_meshes
+from tests.distributed.layout_run import Training, initialized_chunks, make_chunks, make_meshes, make_optimizer
 
 BATCH, HEADS, GROUPS, ROWS, WIDTH = 2, 6, 3, 256, 8
 FIRST = torch.tensor([[row // 100 * 100 for row in range(ROWS)], [max(row - 7, 0) for row in range(ROWS)]])
@@ -118,3 +121,82 @@ def test_weights_are_rounded_masters(kept: str, optimizer: str) -> None:
         else:
             assert changed == 0.0, name
     assert any(0.1 < share < 0.7 for share in moved)  # of queries, keys and values, the last of which stay
+
+
+RUN = """--mock-data --tokenizer-type NullTokenizer --vocab-size 8 --num-layers 2 --hidden-size 8 --lr 1
+    --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4 --micro-batch-size 1 --train-iters 1"""
+LATENT = "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 4 --qk-head-dim 2 --v-head-dim 2"
+
+
+def resolved(flags: str, world_size: int = 2) -> RunConfig:
+    return resolve(parse_arguments([*RUN.split(), *flags.split()]).config, world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (
+            "--qk-clip --qk-layernorm",
+            "--qk-layernorm normalises queries and keys behind them, which undoes it: drop one",
+        ),
+        ("--qk-clip --qk-layernorm --qk-layernorm-over-heads --normalization RMSNorm", "which undoes it: drop one"),
+        (
+            "--qk-clip --qk-layernorm --hybrid-layer-pattern *-",
+            "--qk-layernorm normalises queries and keys behind them, which undoes it: drop one",
+        ),
+        (
+            "--qk-clip --local-update local-sgd",
+            "--local-update local-sgd: each replica has weights of its own; drop one",
+        ),
+        (
+            "--log-max-attention-logit --asynchronous parameter-server --num-servers 1",
+            "--log-max-attention-logit and --asynchronous parameter-server: workers have weights of different steps",
+        ),
+        ("--qk-clip --drop-stragglers-after 2", "a micro-batch that is left out has logits all the same; drop one"),
+        (
+            "--qk-clip --survivors-finish-step --memory-checkpoint-interval 1",
+            "--qk-clip and --survivors-finish-step: logits of micro-batches that survivors keep are lost; drop one",
+        ),
+    ],
+)
+def test_where_it_would_be_wrong_it_is_refused(flags: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        resolved(flags)
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--qk-clip --qk-clip-alpha 0.3 --qk-clip-threshold 20",
+        f"--qk-clip --qk-layernorm {LATENT} --qk-pos-emb-head-dim 2",
+        "--log-max-attention-logit --qk-layernorm",
+        "--qk-clip --optimizer muon --sites 2",
+    ],
+)
+def test_where_it_is_right_it_is_taken(flags: str) -> None:
+    assert resolved(flags).model.measures_logits
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        ("--qk-clip-alpha 0.3 --qk-clip-threshold 20", "--qk-clip-alpha 0.3: changes nothing without --qk-clip"),
+        ("--qk-clip --hybrid-layer-pattern L-", "--qk-clip: changes nothing, since --hybrid-layer-pattern 'L-' has no"),
+    ],
+)
+def test_where_it_changes_nothing_it_is_told(flags: str, idle: str) -> None:
+    (told, *_) = [note for note in parse_arguments([*RUN.split(), *flags.split()]).notes if "qk-clip" in note]
+    assert told.startswith(idle)
+    assert resolved(flags).model == replace(resolved(flags).model, qk_clip=False, qk_clip_alpha=0.5)
+
+
+@pytest.mark.parametrize("logs_alone", [False, True])
+def test_the_proof_of_a_step_knows_the_sum_of_the_ranks_that_share_a_stage(logs_alone: bool) -> None:
+    cell = make_cell({"dp": 2, "tp": 2, "pp": 2, "family": "llama"}, logs_logits=logs_alone)
+    cell = cell if logs_alone else replace(cell, qk_clip=2.0)
+    for rank in range(8):
+        mesh = UnconnectedMesh(rank=rank, world_size=8, **cell.split._asdict())
+        collectives = make_optimizer(make_chunks(mesh, cell), mesh, cell).collectives()
+        found = [ranks for name, ranks in collectives if name == "largest logits"]
+        assert found == ([] if logs_alone else [tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))])
