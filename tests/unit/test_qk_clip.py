@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,20 @@ from torch import Tensor
 from megalite.config import RunConfig, parse_arguments, resolve
 from megalite.errors import ConfigurationError
 from megalite.optim.packed import View
+from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask
 from megalite_kernels.largest_logits import largest_logits
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_expected import one_thread
-from tests.distributed.layout_run import Training, initialized_chunks, make_chunks, make_meshes, make_optimizer
+from tests.distributed.layout_run import (
+    Training,
+    initialized_chunks,
+    local_micro_batches,
+    make_chunks,
+    make_meshes,
+    make_optimizer,
+)
 
 BATCH, HEADS, GROUPS, ROWS, WIDTH = 2, 6, 3, 256, 8
 FIRST = torch.tensor([[row // 100 * 100 for row in range(ROWS)], [max(row - 7, 0) for row in range(ROWS)]])
@@ -200,3 +209,27 @@ def test_the_proof_of_a_step_knows_the_sum_of_the_ranks_that_share_a_stage(logs_
         collectives = make_optimizer(make_chunks(mesh, cell), mesh, cell).collectives()
         found = [ranks for name, ranks in collectives if name == "largest logits"]
         assert found == ([] if logs_alone else [tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))])
+
+
+def test_evaluation_measures_nothing() -> None:
+    cell = make_cell({"dp": 1, "family": "llama", "recompute": "uniform"}, logs_logits=True)
+    mesh = make_meshes([cell])[cell.split]
+    (stage,) = initialized_chunks(mesh, cell)
+    micro_batch = next(local_micro_batches(cell, 0, 0))
+    stage.eval()({}, micro_batch)
+    assert largest_of_all([stage], mesh) == -math.inf
+    stage.train()({}, micro_batch)
+    assert 0.0 < largest_of_all([stage], mesh) < math.inf
+
+
+def test_frozen_weights_stay() -> None:
+    cell = make_cell({"dp": 1, "key_values": "few", "family": "llama", "tp": 1}, qk_clip=0.5)
+    with one_thread():
+        mesh = make_meshes([cell])[cell.split]
+        (stage,) = initialized_chunks(mesh, cell)
+        frozen, other = (stage.layers[layer].attention.query_key_value.weight for layer in (0, 1))
+        frozen.requires_grad_(False)
+        before = frozen.clone(), other.clone()
+        Training(mesh, cell, [stage]).step(0)
+    assert torch.equal(frozen, before[0])
+    assert not torch.equal(other, before[1])
