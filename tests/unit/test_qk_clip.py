@@ -227,7 +227,7 @@ def test_frozen_weights_stay() -> None:
     with one_thread():
         mesh = make_meshes([cell])[cell.split]
         (stage,) = initialized_chunks(mesh, cell)
-        frozen, other = (stage.layers[layer].attention.query_key_value.weight for layer in (0, 1))
+        frozen, other = (stage.layers[layer].attention.query_key_value.weights[0] for layer in (0, 1))
         frozen.requires_grad_(False)
         before = frozen.clone(), other.clone()
         Training(mesh, cell, [stage]).step(0)
