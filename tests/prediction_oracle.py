@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dropout_rule import Dropout
 from tests.oracle import RECURRENT, Oracle, Routing, Weights, loss_sum_and_count
-from tests.qk_clip import Array
+from tests.qk_clip import Array, note_all
 
 SITES = {"*": (1, 2), "+": (1, 8), "-": (3,), "E": (3,)} | {letter: (4 + n,) for n, letter in enumerate(RECURRENT)}
 """Sites of the dropout of each letter's layers."""
@@ -110,8 +109,7 @@ class Depths:
             hidden = layers.run(own, joined, positions, documents, dropped, inner)
             routing.records.update({name + each: record for each, record in inner.records.items()})
             if oracle.largest is not None:
-                for layer, largest in noted.items():
-                    oracle.largest[name + layer] = np.maximum(oracle.largest.get(name + layer, -np.inf), largest)
+                note_all(oracle.largest, {name + layer: logits for layer, logits in noted.items()})
             hidden = oracle.norm(own, "final_norm", hidden)
             logits = oracle.logits_of(weights, hidden)[:, : length - depth]
             total, count = logits.new_zeros(()), logits.new_zeros(())

@@ -20,8 +20,13 @@ def note(largest: dict[str, Array], layer: str, scores: Tensor, visible: Tensor,
     Queries of `padding` [batch, queries] do not count.
     """
     visible = visible if padding is None else visible & ~padding[:, None, :, None]
-    numbers = np.where(visible.numpy(), scores.detach().double().numpy(), -np.inf).max(axis=(0, 2, 3))
-    largest[layer] = np.maximum(largest.get(layer, -np.inf), numbers)
+    note_all(largest, {layer: np.where(visible.numpy(), scores.detach().double().numpy(), -np.inf).max(axis=(0, 2, 3))})
+
+
+def note_all(largest: dict[str, Array], others: Mapping[str, Array]) -> None:
+    """Take in the largest logits of others, by the begin of the names of a layer's weights."""
+    for layer, logits in others.items():
+        largest[layer] = np.maximum(largest.get(layer, -np.inf), logits)
 
 
 def clip(weights: Mapping[str, Tensor], largest: Mapping[str, Array], threshold: float, alpha: float) -> None:
