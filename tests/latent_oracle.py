@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.qk_clip import Array, note
 from tests.rotary_oracle import Rotary
 from tests.sparse_oracle import Choices, Indexing
 
@@ -35,12 +36,19 @@ class Latents(Rotary):
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     indexing: Indexing | None = None  # of sparse attention
     sparse: frozenset[int] = frozenset()  # numbers of the layers that are sparse
+    largest: dict[str, Array] | None = None  # where layers note their largest logits, before the cap
+    unnoted: Tensor | None = None  # [batch, sequence], true for tokens whose logits do not count
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         raise NotImplementedError
 
     def capped(self, scores: Tensor) -> Tensor:
         return scores if self.score_cap == math.inf else self.score_cap * torch.tanh(scores / self.score_cap)
+
+    def noted(self, name: str, scores: Tensor, visible: Tensor) -> Tensor:
+        if self.largest is not None:
+            note(self.largest, name, scores, visible, self.unnoted)
+        return scores
 
     def latent_layer(
         self,
@@ -103,7 +111,8 @@ class Latents(Rotary):
                 rotated = rotary.rotate(rotated[:, :, None], positions)[:, :, 0]
             of_plain = plain @ key.transpose(1, 2)
             scores.append((of_plain + rotated @ shared.transpose(1, 2)) * scale)
-        raw = self.capped(torch.stack(scores, dim=1))
+        logits = torch.stack(scores, dim=1)
+        raw = self.capped(logits)
         if self.indexing is not None and int(name.split(".")[-3]) in self.sparse:
             if name + "indexer.key" in weights:
 
@@ -120,6 +129,7 @@ class Latents(Rotary):
                     choices.divergences.append(loss)
             if self.indexing.stage != "warmup":
                 visible = choices.last[:, None]
+        self.noted(name, logits, visible)
         masked = raw.masked_fill(~visible, -math.inf)
         probabilities = dropped(torch.softmax(masked, dim=-1))
         for head in range(heads):

@@ -244,7 +244,7 @@ class Oracle(Latents):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
-        scores = self.capped(scores)
+        scores = self.capped(self.noted(name, scores, visible))
         scores = scores.masked_fill(~visible, -math.inf)
         if self.off_by_one or name + "sink" in weights:
             sink = weights.get(name + "sink", scores.new_zeros(heads))

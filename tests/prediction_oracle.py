@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout
 from tests.oracle import RECURRENT, Oracle, Routing, Weights, loss_sum_and_count
+from tests.qk_clip import Array, note_all
 
 SITES = {"*": (1, 2), "+": (1, 8), "D": (1, 8), "-": (3,), "E": (3,)} | {
     letter: (4 + n,) for n, letter in enumerate(RECURRENT)
@@ -98,8 +99,10 @@ class Depths:
                 step = max(counts.values()) if self.repeated else counts.get(letter, 0)
                 begins |= dict.fromkeys(sites, before + (depth - 1) * step)
             dropped = DropoutOfDepth(**vars(dropout), begins=begins)
+            noted = dict[str, Array]()
             layers = replace(
                 oracle,
+                largest=noted,
                 pattern=self.letters,
                 windows=oracle.windows[-1:] if self.letters is None else (),
                 sparse=sparse,
@@ -117,6 +120,8 @@ class Depths:
             )
             hidden = layers.run(own, joined, positions, documents, dropped, inner)
             routing.records.update({name + each: record for each, record in inner.records.items()})
+            if oracle.largest is not None:
+                note_all(oracle.largest, {name + layer: logits for layer, logits in noted.items()})
             hidden = oracle.norm(own, "final_norm", hidden)
             logits = oracle.logits_of(weights, hidden)[:, : length - depth]
             total, count = logits.new_zeros(()), logits.new_zeros(())

@@ -31,6 +31,7 @@ NOT_THE_FUNCTION = {
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
     *("mtp_loss_scaling_factor", "mtp_detach_heads"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
+    *("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
 }
 
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")

@@ -53,6 +53,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
+    if not config.model.qk_clip:
+        yield "model", "qk_clip_alpha qk_clip_threshold", " without --qk-clip"
     if config.model.hybrid_layer_pattern is not None:
         yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:

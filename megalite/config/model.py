@@ -17,6 +17,7 @@ from megalite.config.fields import (
     PositiveInt,
     ShareAboveZero,
     ShareBelowOne,
+    ShareInside,
     at_most,
 )
 from megalite.config.layer_patterns import (
@@ -356,6 +357,20 @@ class ModelConfig:
     """Use one set of weights in all depths."""
     mtp_detach_heads: bool = False
     """Let the depths' losses train the depths alone: not the layers before them, the embedding and the output layer."""
+    qk_clip: bool = False
+    """After each update, scale the queries and keys of heads whose largest attention logit in the step is above
+    qk-clip-threshold (QK-Clip, arXiv:2507.20534; MuonClip with --optimizer muon), and record max_attention_logit."""
+    qk_clip_alpha: ShareInside = 0.5
+    """Exponent of the queries' part of the scaling; keys have the rest."""
+    qk_clip_threshold: PositiveFloat = 100.0
+    """Attention logit to which qk-clip scales the largest one of a head."""
+    log_max_attention_logit: bool = False
+    """Record in every step the largest attention logit, which qk-clip does, too."""
+
+    @property
+    def measures_logits(self) -> bool:
+        """True if training measures the largest logits of attention."""
+        return self.has_attention and (self.qk_clip or self.log_max_attention_logit)
 
     @property
     def rotary(self) -> bool:

@@ -15,6 +15,7 @@ from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.config.prediction import depth_problems
+from megalite.config.validate_logits import clip_problems
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -69,6 +70,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     yield from depth_problems(model)
     yield from _variant(model)
     yield from kind_problems(model)
+    yield from clip_problems(model)
     if model.has_attention:
         yield from _rotary(model)
 

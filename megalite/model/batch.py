@@ -72,6 +72,7 @@ class MicroBatch:
         layout: indices of the tokens in their samples; by default, the rank has full samples.
         bounds: bounds of `first_keys` on the host, which context parallelism plans by.
         padding: [batch, sequence] bool, true for tokens that only fill up a sample; None if there are none.
+        lengths: [batch], number of tokens of each whole sample that do not fill it up; None if `padding` says it.
         replayed: [batch, sequence, layers with experts, topk] int64, the experts that routers take instead of choosing;
             -1 where they choose. None: they always choose.
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
@@ -93,6 +94,7 @@ class MicroBatch:
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
     further: FurtherTokens | None = None
+    lengths: Tensor | None = None
 
     @property
     def sample_ids(self) -> Sequence[int]:
@@ -124,6 +126,7 @@ class LayerContext:
         choices: as in `MicroBatch`.
         first_keys: as in `MicroBatch`: where the documents of a sample begin.
         chosen: the keys that each layer with an indexer has chosen, by its number, for layers that share them.
+        lengths: as in `MicroBatch`; None if there is no padding, or if nobody asks.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -138,6 +141,7 @@ class LayerContext:
     choices: dict[int, Tensor] | None = None
     first_keys: Tensor | None = None
     chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    lengths: Tensor | None = None
 
 
 def tokens_of(micro_batch: MicroBatch) -> Tensor:

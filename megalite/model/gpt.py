@@ -265,7 +265,13 @@ class GPT(StageModule):
             replayed=own_rows(micro_batch.replayed),
             choices=micro_batch.choices,
             first_keys=micro_batch.first_keys,
+            lengths=self._lengths(micro_batch) if self.config.measures_logits else None,
         )
+
+    @staticmethod
+    def _lengths(micro_batch: MicroBatch) -> Tensor | None:
+        padding, lengths = micro_batch.padding, micro_batch.lengths
+        return lengths if padding is None or lengths is not None else (~padding).sum(1)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask | SampleMask:
         """Make the attention mask of layers with this window: the keys of the sample that each token sees."""

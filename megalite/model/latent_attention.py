@@ -30,6 +30,7 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.largest_logits import LargestLogits, LogitClip, ScaledRows
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
@@ -96,6 +97,7 @@ class LatentAttention(nn.Module):
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
+        clip: LogitClip | None = None,
     ) -> None:
         """Make the layer.
 
@@ -104,6 +106,7 @@ class LatentAttention(nn.Module):
             layer: number among the network's layers of this kind: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
+            clip: measure logits for this clip; None: do not.
         """
         super().__init__()
         group = context.group("heads")
@@ -115,6 +118,9 @@ class LatentAttention(nn.Module):
             self.key_value_norm = norm(context, f"{name}.key_value_norm", sizes.rank)
             if sizes.query_rank is not None:
                 self.query_norm = norm(context, f"{name}.query_norm", sizes.query_rank)
+        self.largest_logits = None
+        if clip is not None:
+            self.largest_logits = LargestLogits(context, clip, sizes.heads, sizes.heads, _scaled(name, sizes, clip))
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=range(self.heads),
@@ -244,8 +250,8 @@ class LatentAttention(nn.Module):
             kept = cache.of(self, LatentCache).extend(torch.cat([latent, rotated_key], dim=-1), cache)
             return self.attend_kept(query, kept, mask, context)
         if self.latents_travel:
-            random = context.key if self.training else None
-            return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), mask, context.layout, random)
+            travelling = torch.cat([latent, rotated_key], dim=-1)
+            return self._travelled(query, travelling, mask, *self._options(context))
         return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
 
     def attend_kept(self, query: Tensor, kept: Tensor, mask: Tensor | None, context: LayerContext) -> Tensor:
@@ -257,7 +263,12 @@ class LatentAttention(nn.Module):
 
     def attend_to(self, query: Tensor, key: Tensor, value: Tensor, mask: object, context: LayerContext) -> Tensor:
         """Attend to keys and values [tokens, batch, heads, width]. `mask`: that of the core."""
-        return self.core(query, key, value, mask, context.layout, context.key if self.training else None)
+        return self.core(query, key, value, mask, *self._options(context))
+
+    def _options(self, context: LayerContext) -> tuple[object, ...]:
+        """Return the arguments of the core besides tensors: layout, key of the dropout, sink and measure of logits."""
+        measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
+        return context.layout, context.key if self.training else None, None, measure
 
     def keys_and_values(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of this rank's heads, [tokens, batch, heads, width] each."""
@@ -299,6 +310,20 @@ class LatentAttention(nn.Module):
         shares = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).to(kept.dtype)
         mixed = (shares.flatten(1, 2) @ kept[..., : sizes.rank]).unflatten(1, (self.heads, queries))
         return torch.einsum("bhsr,hvr->sbhv", mixed, of_values).flatten(2)
+
+
+def _scaled(name: str, sizes: LatentSizes, clip: LogitClip) -> list[ScaledRows]:
+    """Return the rows that a clip scales.
+
+    All heads share the rotated key, so the rotated part of a head's queries is scaled by the whole factor.
+    """
+    queries = f"{name}.query" if sizes.query_rank is None else f"{name}.query_up"
+    plain = range(sizes.key_width)
+    return [
+        ScaledRows(queries, plain, clip.alpha),
+        ScaledRows(queries, range(sizes.key_width, sizes.query_width), 1.0),
+        ScaledRows(f"{name}.key_value_up", plain, 1 - clip.alpha),
+    ]
 
 
 class LatentCache:

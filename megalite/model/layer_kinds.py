@@ -31,6 +31,7 @@ from megalite.model.router import Router
 from megalite.model.short_convolution import ShortConvolution
 from megalite.model.sparse_attention import INDEXER_LOSS, SparseAttention
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.largest_logits import LogitClip
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
 
@@ -82,6 +83,13 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
     return functools.partial(kind, eps=config.norm_epsilon, around_one=config.apply_layernorm_1p)
 
 
+def logit_clip(config: ModelConfig) -> LogitClip | None:
+    """Return what becomes of the logits of attention; None: they are not even measured."""
+    if config.qk_clip:
+        return LogitClip(config.qk_clip_threshold, config.qk_clip_alpha)
+    return LogitClip() if config.log_max_attention_logit else None
+
+
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
     """Make the attention of a layer from the network's configuration."""
     (number, _), (name, _) = config.numbers[layer], config.names[layer]
@@ -117,6 +125,7 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
+        clip=logit_clip(config),
     )
 
 
@@ -155,6 +164,7 @@ def make_latent_attention(
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
+        clip=logit_clip(config),
     )
 
 

@@ -10,6 +10,7 @@ computes it by blocks of queries, together with its gradient, so that backward n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel import collectives
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.largest_logits import Measure
 from megalite.parallel.linear import gathered
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
@@ -236,11 +238,13 @@ class SparseCore:
         mask: Mask | SampleMask | Blocks,
         layout: SequenceLayout,
         random: RandomKey | None,
+        sink: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> Tensor:
         """Compute attention, as `LocalCore.__call__` does; with `Blocks`, to all keys of the sample."""
         local, dropout, width = self.local, None, value.shape[-1]
         if not isinstance(mask, Blocks):
-            return local(query, key, value, mask, layout, random)
+            return local(query, key, value, mask, layout, random, sink, measure)
         if random is not None and local.dropout > 0.0:
             dropout = random.dropout_mask(local.dropout, local.site, layout.rows_of(local.heads))
         query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
@@ -256,6 +260,7 @@ class SparseCore:
             scale=local.scale,
             cap=local.cap,
             dropout=dropout,
+            measure=None if measure is None else functools.partial(measure, local.heads, layout),
         )
         return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.pipeline.stages import Stages
@@ -23,6 +25,7 @@ from megalite.storage import AnyPath
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
+from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import open_initial_model
 from megalite.training.task import Task
 
@@ -31,6 +34,7 @@ class GPTNetworkTask(Task):
     """Task whose network is a GPT."""
 
     config: RunConfig
+    mesh: ParallelMesh
     model: ModelConfig
     """The network, with the size of its vocabulary."""
     dtype: torch.dtype
@@ -57,6 +61,9 @@ class GPTNetworkTask(Task):
     @property
     def set_values(self) -> Callable[[Parameter], None]:
         return partial(set_initial_values, seed=self.config.training.seed)
+
+    def figures(self, micro_batches: Sequence[Any], *, updated: bool) -> dict[str, float]:
+        return {LARGEST_LOGIT: largest_of_all(self.chunks, self.mesh)} if self.model.measures_logits else {}
 
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)

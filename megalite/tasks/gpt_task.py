@@ -136,7 +136,7 @@ class GPTTask(GPTNetworkTask):
         return dict(zip(THROUGHPUT, figures, strict=True))
 
     def figures(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        figures = super().figures(micro_batches, updated=updated)
         if self.config.model.num_experts is not None and updated:
             figures |= expert_loads(self.chunks, len(self.config.model.all_layers), self.mesh)
         if self.cutting.ranks > 1 and self.cutting.layers:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.process.output import printable, write_out
-from megalite.training.metrics import StepMetrics
+from megalite.training.metrics import LARGEST_LOGIT, StepMetrics
 
 _WIDTH = 40  # columns of the bar, and of the curve below it
 _RECENT_STEPS = 20  # the remaining time is estimated from the mean duration of these last steps
@@ -146,6 +146,8 @@ class Display:
         ]
         if metrics.loss_scale != 1.0:
             parts.append(f"loss scale {metrics.loss_scale:,.0f}")
+        if (largest := metrics.extra.get(LARGEST_LOGIT)) is not None:
+            parts.append(f"max attention logit {largest:.3f}")
         if (mfu := metrics.throughput.get("mfu")) is not None:
             parts.append(f"MFU {mfu:.1%}")
         if metrics.skipped:

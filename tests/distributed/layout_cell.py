@@ -33,6 +33,7 @@ LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
 LAYERS = 4
 HIDDEN = 16
 DEPTHS_FACTOR = 0.6
+CLIP_ALPHA = 0.3
 
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
@@ -218,6 +219,8 @@ class Cell:
     gradient_dtype: str | None = None  # if it is not dtype (fp32 for narrower dtypes)
     narrow: bool = False  # moments in bf16, masters in fp16
     compiled: str | None = None  # backend of torch.compile for the layers
+    qk_clip: float | None = None  # threshold of the largest logit of a head
+    logs_logits: bool = False  # without a clip
     eight_bits: bool = False  # moments in fp8, masters as remainders
     on_host: float = 0.0  # share of the elements whose optimizer state is there
     arrive_late: bool = False  # gradients and weights travel during backward and forward
@@ -470,6 +473,10 @@ def _plain_model(cell: Cell) -> ModelConfig:
         mtp_loss_scaling_factor=DEPTHS_FACTOR if cell.depths else ModelConfig.mtp_loss_scaling_factor,
         mtp_use_repeated_layer=cell.repeated,
         mtp_detach_heads=cell.detached,
+        qk_clip=cell.qk_clip is not None,
+        qk_clip_alpha=CLIP_ALPHA,
+        qk_clip_threshold=cell.qk_clip or 100.0,
+        log_max_attention_logit=cell.logs_logits,
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
     )

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import (
+    CLIP_ALPHA,
     Cell,
     batch,
     depths,
@@ -35,6 +36,7 @@ from tests.harness.close import (
 from tests.harness.rank_pool import RankPools
 from tests.muon import Muon, matrices
 from tests.oracle import Routing, loss_sum_and_count
+from tests.qk_clip import Array, clip
 from tests.rules import RULES, ByHand
 
 Tensors = dict[str, Tensor]
@@ -144,6 +146,8 @@ class Expected:
     losses: list[float]
     gradient_norms: list[float]
     states: Tensors
+    largest: list[dict[str, Array]]
+    """Largest logits of each step, [heads] by the begin of the names of a layer's weights."""
 
 
 @functools.cache
@@ -159,6 +163,7 @@ def expected(alone: Cell) -> Expected:
     optimizers = torch_optimizers(alone, trained)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
+    largest: list[dict[str, Array]] = []
     wide = torch.promote_types(alone.torch_dtype, torch.float32)
     for step in alone.step_numbers:
         whole = batch(alone, step)
@@ -167,12 +172,14 @@ def expected(alone: Cell) -> Expected:
         offsets = {name.removesuffix("quantile_offset"): each for name, each in states.items() if "offset" in name}
         routing = Routing(biases, whole.padding, offsets=offsets)
         dropped = dropout(alone, step, SEED)
-        normed = oracle(alone).normed(weights, *fields, dropped, routing)
-        logits = oracle(alone).logits_of(weights, normed)
+        largest.append({})
+        model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
+        normed = model.normed(weights, *fields, dropped, routing)
+        logits = model.logits_of(weights, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)
         shared = (whole.positions, whole.document_ids, whole.loss_mask, dropped, routing)
-        further = depths(alone).losses(oracle(alone), weights, normed, text, *shared, **loss_terms(alone))
+        further = depths(alone).losses(model, weights, normed, text, *shared, **loss_terms(alone))
         loss = total / count.clamp(min=1.0) + sum(further)
         experts = oracle(alone).experts
         if experts is not None:
@@ -206,10 +213,12 @@ def expected(alone: Cell) -> Expected:
                 group["lr"] = now.token_table_learning_rate if group["table"] else now.learning_rate
                 group["weight_decay"] = 0.0 if group["free"] else now.weight_decay
             optimizer.step()
+        if alone.qk_clip is not None:
+            clip(weights, largest[-1], alone.qk_clip, CLIP_ALPHA)
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(initial, gradients, final, losses, norms, states)
+    return Expected(initial, gradients, final, losses, norms, states, largest)
 
 
 def _even(record: Record) -> Tensor:
@@ -297,6 +306,9 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
         assert_number_close(result.figures[f"gradient {group}"], expected / clipping, f"gradient norm of {group}")
     for group, expected in norms_by_group({name: result.final[name] for name in trained}).items():
         assert_number_close(result.figures[f"parameter {group}"], expected, f"norm of {group}")
+    if cell.qk_clip is not None or cell.logs_logits:
+        found = max(logits.max() for logits in wanted.largest[-1].values())
+        assert_number_close(result.figures["largest logit"], float(found), "largest logit")
     zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in result.gradients.values())
     assert result.figures["zeros"] == zeros, "zeros in the gradient"
     for step in range(1, cell.steps):
