@@ -29,7 +29,7 @@ LAYOUTS: dict[str, Row] = {
     "a table, biases": {**FEW, "dp": 1, "family": "gpt2", "documents": True},
     "without positions": {**FEW, "dp": 1, "without_positions": True},
     "yarn, around one": {**CHOSEN, "dp": 1, **SP, "yarn": True, "documents": True},
-    "tp2": {**FEW, "dp": 1, "tp": 2, "key_values": "gqa", "documents": True},
+    "tp2": {**FEW, "latents": "wide values", "dp": 1, "tp": 2, "key_values": "gqa", "documents": True},
     "tp2-sp": {**FEW, "dp": 1, **SP, "documents": True, "recompute": "block"},
     "tp4-sp, a head a rank": {**CHOSEN, "dp": 1, **SP, "tp": 4, "padding": True},
     "cp2": {**FEW, "dp": 1, "cp": 2, "documents": True},
