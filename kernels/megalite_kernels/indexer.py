@@ -63,14 +63,11 @@ def rows_in_blocks(queries: int, numbers: int) -> list[slice]:
 
 def index_scores(indices: Indices, *, relu: bool) -> Tensor:
     """Return the score of each key for each query, [batch, queries, keys] in fp32 or wider."""
-    products = _products(indices)
-    if relu:
-        products = products.relu_()
-    wide = indices.weights.to(products.dtype)
-    return (wide.unsqueeze(2) @ products).squeeze(2)
+    products = index_products(indices)
+    return weighed_products(indices, products.relu_() if relu else products)
 
 
-def _products(indices: Indices) -> Tensor:
+def index_products(indices: Indices) -> Tensor:
     """Return the scaled products of queries and keys, [batch, queries, heads, keys] in fp32 or wider."""
     wide = torch.promote_types(indices.query.dtype, torch.float32)
     query, key = indices.query.to(wide), indices.key.to(wide)
@@ -78,15 +75,20 @@ def _products(indices: Indices) -> Tensor:
     return products.mul_(1.0 / math.sqrt(query.shape[-1]))
 
 
-def index_gradients(indices: Indices, of_scores: Tensor, *, relu: bool) -> Indices:
-    """Return the gradients of what the indexer has made, in fp32 or wider, from that of the scores."""
-    products = _products(indices)
-    wide = products.dtype
-    query, weights, key = (each.to(wide) for each in indices)
+def weighed_products(indices: Indices, products: Tensor) -> Tensor:
+    """Return the scores, given the products behind the ReLU, if there is one."""
+    return (indices.weights.to(products.dtype).unsqueeze(2) @ products).squeeze(2)
+
+
+def index_gradients(indices: Indices, products: Tensor, of_scores: Tensor, *, relu: bool) -> Indices:
+    """Return the gradients of what the indexer has made, in fp32 or wider, from that of the scores.
+
+    `products`: those behind the ReLU, if there is one.
+    """
+    query, weights, key = (each.to(products.dtype) for each in indices)
     of_products = weights.unsqueeze(-1) * of_scores.unsqueeze(2)
     if relu:
         of_products = of_products.mul_(products > 0)
-        products = products.relu_()
     of_weights = (products @ of_scores.unsqueeze(-1)).squeeze(-1)
     of_products = of_products.mul_(1.0 / math.sqrt(query.shape[-1])).flatten(1, 2)
     of_query = (of_products @ key).unflatten(1, query.shape[1:3])

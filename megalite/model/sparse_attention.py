@@ -42,10 +42,11 @@ from megalite_kernels.indexer import (
     choose_keys,
     divergence,
     index_gradients,
-    index_scores,
+    index_products,
     mask_of,
     rows_in_blocks,
     summed_probabilities,
+    weighed_products,
 )
 
 INDEXER_LOSS = "indexer_loss"
@@ -327,11 +328,13 @@ class _Divergence(torch.autograd.Function):
         for rows, target, mask in targets:
             block = indices.of_rows(rows, mask.shape[-1])
             of_rows = None if counted is None else counted[:, rows]
-            sum_of_rows, of_scores = divergence(index_scores(block, relu=relu), target, mask, of_rows)
+            products = index_products(block)
+            products = products.relu_() if relu else products
+            sum_of_rows, of_scores = divergence(weighed_products(block, products), target, mask, of_rows)
             total += sum_of_rows
             if trained:
                 places = Indices(*gradients).of_rows(rows, mask.shape[-1])
-                for place, found in zip(places, index_gradients(block, of_scores, relu=relu), strict=True):
+                for place, found in zip(places, index_gradients(block, products, of_scores, relu=relu), strict=True):
                     place += found
         ctx.dtypes = [each.dtype for each in indices]
         ctx.save_for_backward(*gradients)

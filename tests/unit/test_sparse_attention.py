@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalite.config.kinds.table import KINDS
 from megalite.inference.network import Network, make_network
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
 from megalite.model.latent_attention import LatentAttention, LatentCache
 from megalite.model.sparse_attention import SparseAttention
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.parallel.randomness import RandomKey
 from megalite_kernels import indexer
 from megalite_kernels.indexer import (
     Indices,
@@ -25,6 +31,7 @@ from megalite_kernels.indexer import (
     choose_keys,
     divergence,
     index_gradients,
+    index_products,
     index_scores,
     mask_of,
     numbers_of,
@@ -86,7 +93,9 @@ def test_gradients_of_scores_are_those_of_autograd(relu: bool) -> None:
     scores = torch.einsum("bqh,bqhk->bqk", weights, products.relu() if relu else products)
     of_scores = drawn(2, 9, 13, seed=7)
     wanted = torch.autograd.grad(scores, leaves, of_scores)
-    found = index_gradients(Indices(*(each.detach() for each in leaves)), of_scores, relu=relu)
+    plain = Indices(*(each.detach() for each in leaves))
+    behind = index_products(plain).relu() if relu else index_products(plain)
+    found = index_gradients(plain, behind, of_scores, relu=relu)
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours - theirs).abs().max() < 1e-13
 
@@ -185,3 +194,38 @@ def test_indexers_are_frozen_without_a_loss_and_all_else_in_the_warmup() -> None
     assert trained("indexer") == {True}
     layers = [each for each in made("every second").stage.modules() if isinstance(each, SparseAttention)]
     assert [each.indexer is None for each in layers] == [False, True, False, True]
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that any operation returns."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        # An expanded view has no memory of its own.
+        self.found = max(self.found, *(each.untyped_storage().nbytes() // each.itemsize for each in tensors), 0)
+        return outputs
+
+
+@pytest.mark.parametrize("indexing", ["few", "sparse loss", "warmup"])
+def test_no_array_of_queries_times_keys_is_ever_whole(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexer, "_ELEMENTS", 2**12)
+    length = 256
+    network = GPT(model_config(Cell("llama", latents="narrow values", indexing=indexing)), ParallelMesh())
+    initialize(network, 5)
+    text = torch.randint(16, (1, length + 1), generator=torch.Generator().manual_seed(1))
+    batch = MicroBatch(
+        tokens=text[:, :-1],
+        positions=torch.arange(length)[None],
+        first_keys=None,
+        labels=text[:, 1:],
+        loss_mask=torch.ones(1, length),
+        key=RandomKey(0, (0,)),
+    )
+    with _Largest() as largest:
+        terms = network({}, batch).terms
+        sum(each for each in terms.values() if each.requires_grad).backward()
+    assert terms["indexer_loss"] > 0
+    assert largest.found < length * length / 2
