@@ -30,6 +30,7 @@ NOT_THE_FUNCTION = {
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
     *("mtp_loss_scaling_factor", "mtp_detach_heads"),
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_stage"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
     *("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
 }
@@ -144,9 +145,10 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     if model.has_latents:
         epsilon = model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon
         values["latent_norm_epsilon"] = epsilon if model.qk_layernorm else None
+    values |= _of_indexers(model)
     values["mtp_hybrid_override_pattern"] = pattern_of(model.depth_layers) or None
     values["mtp_use_repeated_layer"] = model.own_depths < model.depths
-    del values["group_query_attention"], values["window_attn_skip_freq"]
+    del values["group_query_attention"], values["window_attn_skip_freq"], values["dsa_indexer_skip_topk_offset"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
         values |= dict.fromkeys(("window_rotary_base", "use_rope_scaling"))
@@ -172,3 +174,16 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     return values
+
+
+def _of_indexers(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of indexers that decide which keys are chosen, and which layers have one."""
+    names = [f.name for f in fields(model) if f.name.startswith("dsa_") and f.name not in NOT_THE_FUNCTION]
+    if "sparse_attention" not in model.kinds:
+        return dict.fromkeys(names)
+    epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon
+    return {name: getattr(model, name) for name in names} | {
+        "dsa_indexer_topk_freq": [layer.chooses for layer in model.layers if layer.mixer == "sparse_attention"],
+        "dsa_indexer_rope_interleaved": model.dsa_indexer_rope_interleaved if model.rotary else None,
+        "dsa_indexer_k_norm_epsilon": epsilon,
+    }
