@@ -81,7 +81,7 @@ def _by_number(config: Json, layers: int) -> str:
 def _fields(choices: str) -> dict[str, Any]:
     """Return the fields for layers with these letters. Raises CheckpointError if no flags say the same."""
     if "S" not in choices:
-        return {"dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0}
+        return {"dsa_indexer_topk_freq": 1}
     offset = choices.index("S")
     every = (choices[offset:].find("F") + 1) or len(choices)
     if offset == 0 or choices != _by_number({_EVERY: every, _OFFSET: offset}, len(choices)):

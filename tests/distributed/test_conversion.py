@@ -26,10 +26,11 @@ STEPS, BATCH, RATE = 20, 4, 1e-3
 SLOW = 1e-4
 """Learning rate where a choice of experts, or writes twice as strong, make rounding grow from step to step."""
 TRAINED = ["llama", "gpt2", "nemotron-h-dense", "bamba", "granite-dense", "qwen3.5", "lfm2", "olmo-hybrid"]
-TRAINED += ["deepseek-v2", "deepseek-v3", "kimi-linear"]
+TRAINED += ["deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-moe-dsa", "kimi-linear"]
 TRAINED += ["qwen3-next", "qwen3.5-moe", "nemotron-h", "nemotron-3", "granite", "gpt-oss", "minimax-m2", "olmoe"]
 
 WITH_BIAS = ["nemotron-h", "nemotron-3", "minimax-m2", "deepseek-v3", "kimi-linear"]
+WITH_BIAS += ["deepseek-v32", "glm-moe-dsa"]
 """Models with a bias of the choice of experts, which transformers leaves as it is."""
 
 
@@ -51,7 +52,7 @@ def export(run: Path, folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", wide_except(CONFIGS, ["glm4-moe", "nemotron-h", "qwen3-next", "deepseek-v3"]))
+@pytest.mark.parametrize("name", wide_except(CONFIGS, ["glm4-moe", "nemotron-h", "qwen3-next", "glm-moe-dsa"]))
 def test_from_hugging_face_onto_ranks_and_back(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
     tokens = theirs.tokens()
     expected = theirs.logits(theirs.save(tmp_path / "theirs", name), tokens)

@@ -356,7 +356,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         | {
             "q_lora_rank": 12,
             "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
-            "indexer_types": ["full", "full", "shared", "full"],
+            "indexer_types": ["full", "shared", "full", "shared"],
             "rope_theta": 700.0,
             "num_nextn_predict_layers": 0,
         },
