@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from megalite.config.fields import named
 from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
@@ -35,6 +36,7 @@ NOT_THE_FUNCTION = {
     *("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
 }
 
+_CHOOSING = "dsa_indexer_topk_freq"
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
@@ -78,9 +80,18 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
 
 
 def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
-    """Tell whether two networks have the same depths of multi-token prediction."""
-    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in map(function_of, (saved, model)))
+    """Tell whether two networks have the same depths of multi-token prediction, but for indexers."""
+    functions = map(function_of, map(without_indexers, (saved, model)))
+    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in functions)
     return theirs == ours
+
+
+def indexers_agree(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Tell whether indexers that both of two networks have compute the same; true if one has none."""
+    theirs, ours = (
+        {name: value for name, value in _of_indexers(each).items() if name != _CHOOSING} for each in (saved, model)
+    )
+    return theirs == ours or None in (theirs["dsa_indexer_topk"], ours["dsa_indexer_topk"])
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -111,6 +122,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         if any(name.startswith("mtp_") for name in different):
             lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
+        if _CHOOSING in different:
+            lines.append("  (--finetune leaves out indexers that the run lacks, and begins those that it adds anew)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
@@ -183,7 +196,7 @@ def _of_indexers(model: ModelConfig) -> dict[str, Any]:
         return dict.fromkeys(names)
     epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon
     return {name: getattr(model, name) for name in names} | {
-        "dsa_indexer_topk_freq": [layer.chooses for layer in model.layers if layer.mixer == "sparse_attention"],
+        _CHOOSING: [layer.chooses for layer in model.layers if layer.mixer == "sparse_attention"],
         "dsa_indexer_rope_interleaved": model.dsa_indexer_rope_interleaved if model.rotary else None,
         "dsa_indexer_k_norm_epsilon": epsilon,
     }
