@@ -37,6 +37,7 @@ NOT_THE_FUNCTION = {
 }
 
 _CHOOSING = "dsa_indexer_topk_freq"
+_NOT_OF_INDEXERS = {*NOT_THE_FUNCTION, "dsa_indexer_skip_topk_offset"}
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
@@ -191,7 +192,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
 
 def _of_indexers(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of indexers that decide which keys are chosen, and which layers have one."""
-    names = [f.name for f in fields(model) if f.name.startswith("dsa_") and f.name not in NOT_THE_FUNCTION]
+    names = [f.name for f in fields(model) if f.name.startswith("dsa_") and f.name not in _NOT_OF_INDEXERS]
     if "sparse_attention" not in model.kinds:
         return dict.fromkeys(names)
     epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon

@@ -193,7 +193,7 @@ DEEPSEEK_V32 = replace(
         *indexer(64, interleaved=False),
         sizes=latent_sizes(1536, 128, ranked=True),
     ),
-    always=DEEPSEEK_V3.always | INDEXERS,
+    always={**DEEPSEEK_V3.always, **INDEXERS},
     rules=(*DEEPSEEK_V3.rules, *_indexer()),
     rewritten=(*DEEPSEEK_V3.rewritten, *_indexer()),
     other_names=(),
@@ -211,7 +211,7 @@ GLM_MOE_DSA = replace(
         groups=(1, 1),
         sizes=latent_sizes(2048, 64, widths=(192, 256), ranked=True),
     ),
-    always=DEEPSEEK_V32.always | {"dsa_indexer_rope_interleaved": True},
+    always={**DEEPSEEK_V32.always, "dsa_indexer_rope_interleaved": True},
 )
 
 # ------------------------------------------------------------------------------------------------ Kimi Linear

@@ -200,6 +200,7 @@ class Task(ABC):
 
         It is called if the optimizer's state is loaded, which frozen weights do not have.
         """
+        return
 
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         """Return the names of tensors that a checkpoint may lack, or may have in addition."""

@@ -1,4 +1,4 @@
-"""Sparse attention from the command line: runs that add indexers, leave them out, share them, or train another stage."""
+"""Sparse attention from the command line: runs that add or leave out indexers, share them, or train another stage."""
 
 from __future__ import annotations
 
