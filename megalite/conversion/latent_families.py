@@ -43,6 +43,16 @@ _LAYER = "model.layers.{layer}"
 _LATENTS = "latent_attention"
 
 
+def _matrices(file: str, tensor: str, *matrices: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """Return the rules of matrices by the name in the files, that of the logical tensor, and the view of it.
+
+    `file`, `tensor`: what stands before these names.
+    """
+    return tuple(
+        Rule(f"{file}.{theirs}.weight", pattern, (MappedBox(f"{tensor}.{ours}"),)) for theirs, ours, pattern in matrices
+    )
+
+
 def _latent_attention() -> tuple[Rule, ...]:
     """Return the rules for attention over latents, of whose queries there may be a latent."""
     matrices = (
@@ -54,10 +64,7 @@ def _latent_attention() -> tuple[Rule, ...]:
         ("o_proj", "output", "hidden (heads latent_value) -> hidden heads latent_value"),
     )
     return (
-        *(
-            Rule(f"{ATTENTION}.{file}.weight", pattern, (MappedBox(f"{_LATENTS}.{tensor}"),))
-            for file, tensor, pattern in matrices
-        ),
+        *_matrices(ATTENTION, _LATENTS, *matrices),
         *norm(f"{ATTENTION}.q_a_layernorm", f"{_LATENTS}.query_norm", "query_rank"),
         *norm(f"{ATTENTION}.kv_a_layernorm", f"{_LATENTS}.key_value_norm", "latent_rank"),
     )
@@ -65,18 +72,13 @@ def _latent_attention() -> tuple[Rule, ...]:
 
 def _indexer() -> tuple[Rule, ...]:
     """Return the rules for an indexer."""
+    file, tensor = f"{ATTENTION}.indexer", f"{_LATENTS}.indexer"
     matrices = (
         ("wq_b", "query", "(index_heads index_width) index_input -> index_heads index_width index_input"),
         ("wk", "key", "index_width hidden -> index_width hidden"),
         ("weights_proj", "weights", "index_heads hidden -> index_heads hidden"),
     )
-    return (
-        *(
-            Rule(f"{ATTENTION}.indexer.{file}.weight", pattern, (MappedBox(f"{_LATENTS}.indexer.{tensor}"),))
-            for file, tensor, pattern in matrices
-        ),
-        *norm(f"{ATTENTION}.indexer.k_norm", f"{_LATENTS}.indexer.key_norm", "index_width"),
-    )
+    return (*_matrices(file, tensor, *matrices), *norm(f"{file}.k_norm", f"{tensor}.key_norm", "index_width"))
 
 
 def _rules(block: str, *own: Rule) -> tuple[Rule, ...]:

@@ -223,8 +223,8 @@ def written(name: str, model: ModelConfig) -> str:
     """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
 
     The norm before experts is not fused with their first matrix, nor that before attention over latents, whose norms
-    are fused with the matrices that read them, but for sparse attention. That before a gated delta net is fused with its own. The norm after all
-    layers, and the layers of depths, have other names if there is a pattern of layers.
+    are fused with the matrices that read them unless it is sparse. That before a gated delta net is fused with its own.
+    The norm after all layers, and the layers of depths, have other names if there is a pattern of layers.
     """
     if model.hybrid_layer_pattern is not None:
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")

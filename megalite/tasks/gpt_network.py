@@ -77,6 +77,7 @@ class GPTNetworkTask(Task):
         self._check_function(str(path), saved)
 
     def check_trained(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if the run was in a stage of sparse attention that trains other weights."""
         saved = checkpoint.model_config(path, described.config, self.model)
         stages = [(not each.trains_indexers_alone, each.trains_indexers) for each in (saved, self.model)]
         if stages[0] != stages[1]:
@@ -104,6 +105,8 @@ class GPTNetworkTask(Task):
 
         They are those of indexers that the other one lacks and, if the two have other depths, those of depths.
         """
+        if saved == self.model:
+            return [set(), set()]
         ours, theirs = map(tensors_of_indexers, (self.model, saved))
         found = [ours - theirs, theirs - ours]
         if checkpoint.same_depths(saved, self.model):

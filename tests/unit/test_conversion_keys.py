@@ -212,7 +212,7 @@ OTHERS: dict[str, tuple[str, Json, str]] = {
     "a missing width": ("llama", {"intermediate_size": "gone"}, "it has no intermediate_size"),
     "layers without an indexer, said twice": (
         "glm-moe-dsa",
-        {"index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 1},
         "index_topk_freq and index_skip_topk_offset differ: give one",
     ),
     "numbers of prediction layers": ("glm4-moe", {"num_mtp_layers": 1}, "num_mtp_layers differ"),
