@@ -126,7 +126,7 @@ class GPTTask(GPTNetworkTask):
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.depth_notes)
+        return (*self._dispatcher_notes, *experts, *self.finetune_notes)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds

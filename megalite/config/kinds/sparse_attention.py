@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megalite.config.fields import needs
+from megalite.config.fields import named, needs, with_defaults
 from megalite.config.kinds.kind import Kind, Split, in_pattern
 from megalite.config.kinds.latent_attention import latent_problems, latent_weights
-from megalite.config.layer_specs import SPARSE_LETTER
+from megalite.config.layer_specs import LATENT_LETTER, SPARSE_LETTER
 from megalite.config.model import ModelConfig
 
 _SIZES = "dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk"
+
+
+def without_indexers(model: ModelConfig) -> ModelConfig:
+    """Return the network that attends to all keys: with latent attention in place of sparse attention."""
+    if "sparse_attention" not in model.kinds:
+        return model
+    variant = ["experimental_attention_variant"] if model.experimental_attention_variant == "dsa" else []
+    dense: ModelConfig = with_defaults(model, [*named(model, "dsa_*"), *variant])
+    patterns = {name: getattr(model, name) for name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern")}
+    given = {name: letters for name, letters in patterns.items() if letters is not None}
+    return replace(dense, **{name: text.replace(SPARSE_LETTER, LATENT_LETTER) for name, text in given.items()})
 
 
 def _indexer_weights(model: ModelConfig) -> int:
