@@ -24,7 +24,7 @@ SMALLEST_GAP = 1e-9
 
 @dataclass
 class Choices:
-    """What the indexers of a network did in one forward."""
+    """Choices and losses of the indexers of a network in one forward."""
 
     divergences: list[Tensor] = field(default_factory=list)  # sums over the queries that count, of each indexer
     last: Tensor | None = None  # [batch, queries, keys], bool
@@ -47,11 +47,11 @@ class Indexing:
     offset: int = 0
 
     def has_indexer(self, number: int) -> bool:
-        """Whether the layer of sparse attention of this number, from 0, chooses by itself."""
+        """Tell if the layer of this number, from 0 and among layers of all kinds, chooses by itself."""
         return number < max(self.offset, 1) or (number + 1 - max(self.offset, 1)) % self.every == 0
 
     def trains(self, name: str) -> bool:
-        """Whether the weight of this name is trained."""
+        """Tell if the weight of this name is trained."""
         if ".indexer." in name:
             return bool(self.coefficient)
         return self.stage == "sparse"

@@ -26,7 +26,7 @@ _ELEMENTS = 2**22
 
 
 class Indices(NamedTuple):
-    """What the indexer makes of tokens.
+    """Queries, weights and keys that an indexer makes of tokens.
 
     Attributes:
         query: [batch, queries, heads, width].

@@ -176,14 +176,17 @@ def specs_of_pattern(
 
 
 def with_shared_choices(layers: Sequence[LayerSpec], every: int, offset: int) -> tuple[LayerSpec, ...]:
-    """Return the layers with those of sparse attention that choose: the n-th such layer, n from 1, for each n up to
-    `offset` and then every so many."""
-    found, number = list[LayerSpec](), 0
-    for spec in layers:
-        number += spec.mixer == "sparse_attention"
-        shares = spec.mixer == "sparse_attention" and max(number - max(offset, 1), 0) % every != 0
-        found.append(replace(spec, chooses=False) if shares else spec)
-    return tuple(found)
+    """Return the layers, of which those of sparse attention choose that are among the first `offset`, or so many on.
+
+    As in Megatron-LM, layers of all kinds are counted, from 1 on.
+    """
+
+    def shares(number: int, spec: LayerSpec) -> bool:
+        return spec.mixer == "sparse_attention" and max(number - max(offset, 1), 0) % every != 0
+
+    return tuple(
+        replace(spec, chooses=False) if shares(number, spec) else spec for number, spec in enumerate(layers, start=1)
+    )
 
 
 def pattern_of(layers: Sequence[LayerSpec]) -> str:

@@ -314,9 +314,10 @@ class ModelConfig:
     dsa_indexer_topk: PositiveInt | None = None
     """Keys that the indexer chooses for each query; of equal scores, the first keys."""
     dsa_indexer_topk_freq: PositiveInt = 1
-    """Let every so many layers of sparse attention have an indexer, and the others attend to what it has chosen."""
+    """Layers, counted with all kinds, of which one of sparse attention has an indexer; those between attend to what it
+    has chosen."""
     dsa_indexer_skip_topk_offset: NonNegativeInt = 0
-    """Layers of sparse attention that all have an indexer, from the first one, before dsa-indexer-topk-freq counts."""
+    """First layers, of all kinds, among which each one of sparse attention has an indexer."""
     dsa_indexer_loss_coeff: NonNegativeFloat | None = None
     """Weight of the indexer's loss, its divergence from attention's probabilities; 0 or unset: indexers are frozen."""
     dsa_indexer_use_sparse_loss: bool = False

@@ -139,14 +139,16 @@ def check_choices(model: ModelConfig, stages: Iterable[StageLayers]) -> None:
     """Raise ConfigurationError if a layer of sparse attention would attend to what one of another stage has chosen."""
     if "sparse_attention" not in model.kinds:  # or layers are not known, which is reported elsewhere
         return
+    flags = f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq}"
+    flags += f" and --dsa-indexer-skip-topk-offset {model.dsa_indexer_skip_topk_offset}"
     for number, stage in enumerate(stages):
         layers = model.layers[stage.first_layer : stage.first_layer + stage.layers]
         first = next((layer for layer in layers if layer.mixer == "sparse_attention"), None)
         if first is not None and not first.chooses:
             raise ConfigurationError(
-                f"stage {number} begins with a layer of sparse attention without an indexer (--dsa-indexer-topk-freq "
-                f"{model.dsa_indexer_topk_freq}), and what an earlier stage has chosen does not reach it: divide the "
-                "layers such that each stage's first one has an indexer"
+                f"the first layer of sparse attention of stage {number} has no indexer ({flags}, which count layers of "
+                "all kinds), and what another stage has chosen does not reach it: change them, or divide the layers "
+                "otherwise"
             )
 
 

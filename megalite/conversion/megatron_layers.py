@@ -184,10 +184,10 @@ def _sparse_problems(model: ModelConfig) -> Iterator[str]:
         yield "--qk-layernorm with D in --hybrid-layer-pattern: Megatron-LM's has no norms of latents there"
     if model.add_bias_linear:
         yield "--add-bias-linear with sparse attention: Megatron-LM has no such network"
-    if model.dsa_indexer_topk_freq > 1 and (model.hybrid_layer_pattern is not None or model.depths > 1):
+    if model.dsa_indexer_topk_freq > 1 and model.depths > 1:
         yield (
-            f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq} counts layers of all kinds of a pattern, and those "
-            "of depths, in Megatron-LM, and those with sparse attention in megalite: such layers are not converted"
+            f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq} with several depths: Megatron-LM counts their "
+            "layers on, and here each one has an indexer"
         )
 
 

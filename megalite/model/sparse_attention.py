@@ -321,6 +321,7 @@ class _Divergence(torch.autograd.Function):
         counted: Tensor | None,
         relu: bool,
     ) -> Tensor:
+        """Add up the blocks of queries, for each of which the ranks have summed attention's probabilities."""
         wide = torch.promote_types(query.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=query.device)
         indices, trained = Indices(query, weights, key), any(ctx.needs_input_grad[:3])

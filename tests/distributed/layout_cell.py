@@ -407,13 +407,12 @@ def indexing_options(cell: Cell) -> dict[str, Any]:
     }
 
 
-def sparse_layers(cell: Cell) -> list[int]:
-    """Return the numbers, among layers of latent attention, of those with sparse attention."""
+def sparse_layers(cell: Cell) -> dict[int, int]:
+    """Return the numbers, among layers of latent attention, of those with sparse attention, with their places."""
     if cell.indexing is None:
-        return []
-    if cell.pattern is None:
-        return list(range(LAYERS))
-    return [number for number, letter in enumerate(re.sub(r"[^+D]", "", cell.pattern)) if letter == "D"]
+        return {}
+    letters = "D" * LAYERS if cell.pattern is None else cell.pattern.replace("|", "")
+    return {sum(map(letters[:place].count, "+D")): place for place, letter in enumerate(letters) if letter == "D"}
 
 
 def _plain_model(cell: Cell) -> ModelConfig:
@@ -584,9 +583,7 @@ def network(cell: Cell) -> Network:
         latents=None if cell.latents is None else LATENTS[cell.latents],
         indexers=None if cell.indexing is None else (INDEXING[cell.indexing].heads, INDEXING[cell.indexing].width),
         indexed=tuple(
-            number
-            for place, number in enumerate(sparse_layers(cell))
-            if INDEXING[cell.indexing or ""].has_indexer(place)
+            number for number, place in sparse_layers(cell).items() if INDEXING[cell.indexing or ""].has_indexer(place)
         ),
     )
 

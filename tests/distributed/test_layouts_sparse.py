@@ -50,7 +50,7 @@ LAYOUTS: dict[str, Row] = {
     "experts, pp2, tp2-sp": {**FEW, "pattern": "D-|DE", "dp": 1, "pp": 2, **SP, "ep": 2, "family": "deepseek"},
     "shared choices": {**FEW, "indexing": "every second", "dp": 1, "documents": True, "recompute": "block"},
     "shared choices, cp2-tp2-sp": {**CHOSEN, "indexing": "from the second on", "dp": 1, "cp": 2, **SP},
-    "shared choices, pp2": {**FEW, "indexing": "every second", "pattern": "DD|-DD", "dp": 1, "pp": 2},
+    "shared choices, pp2": {**FEW, "indexing": "every second", "pattern": "DDD|-D-D", "dp": 1, "pp": 2},
     "a depth": {**FEW, "dp": 1, **SP, "depths": 2, "documents": True, "recompute": "uniform"},
     "depths, letters, cp2": {**CHOSEN, "dp": 1, "cp": 2, "pattern": "+-D", "depth_letters": "D-", "depths": 1},
     "a repeated depth, pp2": {**FEW, "dp": 1, "pp": 2, "depths": 2, "repeated": True},
@@ -141,7 +141,7 @@ def test_a_gpt_and_the_pattern_of_its_halves_have_the_same_bits(layout: str, ran
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_an_indexer_that_chooses_all_changes_no_bit_of_the_rest(cp: int, rank_pools: RankPools) -> None:
-    """Where more keys may be chosen than a token sees, the network is that of latent attention."""
+    """The network is that of latent attention where more keys may be chosen than a token sees."""
     row = {**FEW, "indexing": "more than is seen", "cp": cp, "dp": 1, "documents": True}
     cell = make_cell(row, dropout=0.1, optimizer="adam")
     sparse, plain = run(rank_pools, [cell, replace(cell, indexing=None, way="all_gather")])

@@ -702,9 +702,9 @@ INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 
             f"{SPARSE} {INDEXER} --dsa-indexer-topk-freq 4 --pp 2",
             2,
             [
-                "stage 1 begins with a layer of sparse attention without an indexer (--dsa-indexer-topk-freq 4), and "
-                "what an earlier stage has chosen does not reach it: divide the layers such that each stage's first "
-                "one has an indexer"
+                "the first layer of sparse attention of stage 1 has no indexer (--dsa-indexer-topk-freq 4 and "
+                "--dsa-indexer-skip-topk-offset 0, which count layers of all kinds), and what another stage has chosen "
+                "does not reach it: change them, or divide the layers otherwise"
             ],
         ),
         (

@@ -174,6 +174,9 @@ def test_sparse_attention_has_the_names_and_shapes_of_megatrons_source(tmp_path:
     names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     of_indexers = {name.partition(".self_attention.")[0] for name in names if ".indexer." in name}
     assert of_indexers == {"decoder.layers.0", "decoder.layers.2"}
+    folder = write(random_model(replace(pattern("D-D-"), dsa_indexer_topk_freq=3)), tmp_path / "pattern")
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert {name.partition(".self_attention.")[0] for name in names if ".indexer." in name} == {"decoder.layers.0"}
 
 
 def test_arguments_of_runs_with_sparse_attention_are_megatrons() -> None:
@@ -195,8 +198,7 @@ def test_arguments_of_runs_with_sparse_attention_are_megatrons() -> None:
     ("model", "problem"),
     [
         (replace(pattern("D-"), qk_layernorm=True), "--qk-layernorm with D in --hybrid-layer-pattern: Megatron-LM's"),
-        (replace(pattern("D-D-"), dsa_indexer_topk_freq=2), "--dsa-indexer-topk-freq 2 counts layers of all kinds"),
-        (sparse_gpt(dsa_indexer_topk_freq=2, mtp_num_layers=2), "--dsa-indexer-topk-freq 2 counts layers of all kinds"),
+        (sparse_gpt(dsa_indexer_topk_freq=2, mtp_num_layers=2), "--dsa-indexer-topk-freq 2 with several depths"),
         (sparse_gpt(add_bias_linear=True), "--add-bias-linear with sparse attention: Megatron-LM has no such"),
         (sparse_gpt(latent_norm_epsilon=1e-3), "--latent-norm-epsilon 0.001 "),
     ],

@@ -31,7 +31,9 @@ MODEL = replace(
     dsa_indexer_topk=3,
     dsa_indexer_topk_freq=2,
 )
-PATTERN = replace(MODEL, num_layers=6, hybrid_layer_pattern="D-D-D-", mtp_hybrid_override_pattern="D-")
+PATTERN = replace(
+    MODEL, dsa_indexer_topk_freq=4, num_layers=6, hybrid_layer_pattern="D-D-D-", mtp_hybrid_override_pattern="D-"
+)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def test_what_an_indexer_computes_is_of_the_network(field: str, value: object) -
 
 
 def test_layers_that_choose_are_of_the_network() -> None:
+    check_same_function("it", MODEL, PATTERN)
     check_same_function("it", MODEL, replace(MODEL, dsa_indexer_skip_topk_offset=1, dsa_indexer_topk_freq=2))
     for every, offset in ((1, 0), (3, 0), (2, 2)):
         other = replace(MODEL, dsa_indexer_topk_freq=every, dsa_indexer_skip_topk_offset=offset)

@@ -58,6 +58,7 @@ def _needed(model: ModelConfig) -> str:
 
 
 def _problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each option of sparse attention that contradicts another."""
     if "latent_attention" not in model.kinds:  # whose rules are the same
         yield from latent_problems(model)
     for name in _SIZES.split():
