@@ -74,6 +74,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "parallel", "align_grad_reduce", f" {why}"
     if config.model.kinds and config.model.kinds <= _WITHOUT_QUERIES:
         yield "optimizer", "muon_split_qkv_per_head", ", since no layer has queries, keys and values"
+    if config.model.kinds and "attention" not in config.model.kinds:
+        yield "optimizer", "muon_split_qkv", ", since no layer has attention without latents"
     if config.optimizer.lr_decay_style != "WSD":
         yield "optimizer", "lr_wsd_decay_style", " without --lr-decay-style WSD"
     if not config.optimizer.narrow:

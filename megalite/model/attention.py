@@ -212,9 +212,10 @@ class Attention(nn.Module):
         heads, groups, width, hidden = sizes.heads, sizes.groups, sizes.width, sizes.hidden
         draw, matrices = Normal(sizes.std), "heads width hidden -> 1 (heads width) hidden"
         parts = ["query", "gate"] if sizes.output_gate else ["query"]
-        of_heads = [LogicalTensor(f"{name}.{part}", (heads, width, hidden), draw, True, matrices) for part in parts]
-        matrices = "groups two width hidden -> two (groups width) hidden"
-        key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
+        fused, shape = f"{name}.query_key_value", (heads, width, hidden)
+        of_heads = [LogicalTensor(f"{name}.{part}", shape, draw, True, matrices, fused=fused) for part in parts]
+        matrices, shape_of_groups = "groups two width hidden -> two (groups width) hidden", (groups, 2, width, hidden)
+        key_value = LogicalTensor(f"{name}.key_value", shape_of_groups, draw, True, matrices, fused=fused)
         biases: list[Sharding] = []
         if sizes.bias:
             zero = Constant(0.0)

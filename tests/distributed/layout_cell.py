@@ -210,6 +210,7 @@ class Cell:
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     per_head: bool = False  # matrices of Muon
+    fused_qkv: bool = False  # one matrix of queries, gates, keys and values
     steps: int = 1
     first_step: int = 0
     clip_grad: float = 0.0
@@ -598,6 +599,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         adam_eps=1e-6,
         sgd_momentum=0.9,
         muon_nesterov=True,
+        muon_split_qkv=not cell.fused_qkv,
         muon_split_qkv_per_head=cell.per_head,
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,

@@ -253,7 +253,10 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
     if not whole:
         return [adam]
-    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head)]
+    return [
+        adam,
+        Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head, fused=cell.fused_qkv),
+    ]
 
 
 def group_of(name: str) -> str:

@@ -152,6 +152,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--use-megatron-fsdp", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--no-mmap-bin-files", "mmap_bin_files", False),
         ("--no-manual-gc-eval", "manual_gc_eval", False),
+        ("--muon-no-split-qkv", "muon_split_qkv", False),
         ("--no-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", False),
         ("--disable-dsa-indexer-scoring-relu", "dsa_indexer_scoring_relu", False),
         ("--disable-manual-gc-eval", "manual_gc_eval", False),
