@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.attention import masked_scores
+from megalite_kernels.implementation import on_gpu
 
-_ELEMENTS = 2**22
-"""Numbers of the largest array of a block of queries: 16 MiB in fp32."""
+_ELEMENTS, _ON_GPU = 2**22, 2**26
+"""Numbers of the largest array of a block of queries: 16 MiB in fp32; on a GPU, where blocks are launches, 256 MiB."""
 
 
 class Indices(NamedTuple):
@@ -55,9 +56,9 @@ class VisibleKeys(NamedTuple):
         return (places >= self.first[:, rows, None]) & (places <= self.last[:, rows, None])
 
 
-def rows_in_blocks(queries: int, numbers: int) -> list[slice]:
+def rows_in_blocks(queries: int, numbers: int, device: torch.device) -> list[slice]:
     """Cut queries into blocks. `numbers`: numbers of the largest array of one query."""
-    size = max(1, min(queries, _ELEMENTS // max(1, numbers)))
+    size = max(1, min(queries, (_ON_GPU if on_gpu(device) else _ELEMENTS) // max(1, numbers)))
     return [slice(start, min(start + size, queries)) for start in range(0, queries, size)]
 
 
@@ -115,7 +116,7 @@ def choose_keys(indices: Indices, visible: VisibleKeys, count: int, *, relu: boo
     batch, queries, heads, _ = indices.query.shape
     keys = indices.key.shape[1]
     chosen = torch.empty(batch, queries, count, dtype=torch.int32, device=indices.query.device)
-    for rows in rows_in_blocks(queries, batch * heads * keys):
+    for rows in rows_in_blocks(queries, batch * heads * keys, chosen.device):
         best = best_keys(index_scores(indices.of_rows(rows, keys), relu=relu), visible.mask(rows, keys), count)
         chosen[:, rows] = numbers_of(best, count)
     return chosen

@@ -187,10 +187,11 @@ class SparseAttention(LatentAttention):
         """
         batch, own, heads, _ = indices.query.shape
         largest = max(heads, query.shape[1] * self.shards)
-        for rows in rows_in_blocks(own, batch * largest * key.shape[2]):
-            of_all = torch.cat(
-                [torch.arange(at + rows.start, at + rows.stop) for at in range(0, self.shards * own, own)]
-            )
+        for rows in rows_in_blocks(own, batch * largest * key.shape[2], key.device):
+            of_all: slice | Tensor = rows
+            if self.shards > 1:
+                starts = range(0, self.shards * own, own)
+                of_all = torch.cat([torch.arange(at + rows.start, at + rows.stop) for at in starts])
             mask = blocks.mask(of_all)
             keys = mask.shape[-1]
             queries, scale, cap = query[:, :, of_all], self.sizes.scale, self.sizes.cap
@@ -250,7 +251,7 @@ class SparseCore:
             dropout = random.dropout_mask(local.dropout, local.site, layout.rows_of(local.heads))
         query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
         batch, heads, queries, _ = query.shape
-        rows, whole = rows_in_blocks(queries, batch * heads * key.shape[2]), range(key.shape[2])
+        rows, whole = rows_in_blocks(queries, batch * heads * key.shape[2], key.device), range(key.shape[2])
         assert local.scale is not None
         seen, chosen = replace(mask, chosen=None), mask.chosen
         mixed = attend_in_blocks(

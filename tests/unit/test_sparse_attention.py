@@ -105,7 +105,7 @@ def test_blocks_of_queries_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> 
     visible = VisibleKeys(torch.zeros(1, 9, dtype=torch.int64), torch.arange(4, 13)[None])
     whole = choose_keys(indices, visible, 5, relu=True)
     monkeypatch.setattr(indexer, "_ELEMENTS", 2 * 3 * 13 * 2)
-    assert len(indexer.rows_in_blocks(9, 2 * 3 * 13)) == 5
+    assert len(indexer.rows_in_blocks(9, 2 * 3 * 13, torch.device("cpu"))) == 5
     assert torch.equal(choose_keys(indices, visible, 5, relu=True), whole)
 
 
