@@ -296,9 +296,8 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 def halves_of(pattern: str) -> list[Halves]:
     """The halves of layers of one letter: *, + and D together, - and E together have numbers; others have none."""
-    before = [pattern[:place] for place in range(len(pattern))]
     together = {"*": "*", "+": "+D", "D": "+D", "-": "-E", "E": "-E"}
-    numbers = [sum(map(text.count, together.get(letter, ""))) for letter, text in zip(pattern, before, strict=True)]
+    numbers = [sum(map(pattern[:at].count, together.get(letter, ""))) for at, letter in enumerate(pattern)]
     return [
         (number if letter in "*+D" else None, number if letter in "-E" else None)
         for letter, number in zip(pattern, numbers, strict=True)

@@ -66,6 +66,7 @@ ELSEWHERE = {
     "_WithSink": "in LocalCore, which is not traced",
     "_OverHeads": "in HeadsNorm, which is not traced",
     "_SharedByHeads": "in LatentAttention, which is not traced",
+    "_Divergence": "in SparseAttention, which is not traced",
     "_Recurrence": "in RecurrentCore, which is not traced, as are the next four",
     "_Convolution": "",
     "_TokensBefore": "",
