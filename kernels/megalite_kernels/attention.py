@@ -263,11 +263,35 @@ class _BlocksOnMeta(torch.autograd.Function):
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
     """Compute scores [batch, heads, queries, keys] in fp32 or wider, with -inf for masked keys."""
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = query @ _for_heads_of(query, key).transpose(2, 3)
-    scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    scores = _wide_product(query, _for_heads_of(query, key)) * scale
     if cap is not None:
         scores = soft_cap(scores, cap)
     return scores.masked_fill(~mask, -math.inf)
+
+
+def _wide_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return query @ key, [batch, heads, queries, keys], in fp32 or wider: rounded to bf16, a softmax would be off."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if query.dtype != wide and on_gpu(query) and torch.version.hip is None:
+        output: Tensor = _WideProduct.apply(query, key)
+        return output
+    return query.to(wide) @ key.to(wide).transpose(2, 3)
+
+
+class _WideProduct(torch.autograd.Function):
+    """Product of narrow queries and keys on a GPU, whose sums are wide, without wide copies of them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key)
+        product = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+        return product.unflatten(0, query.shape[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = ctx.saved_tensors
+        gradient = gradients[0].to(query.dtype)
+        return gradient @ key, gradient.transpose(2, 3) @ query
 
 
 def _for_heads_of(query: Tensor, shared: Tensor) -> Tensor:

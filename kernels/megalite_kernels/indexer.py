@@ -13,6 +13,7 @@ ever whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 from megalite_kernels.attention import masked_scores
 from megalite_kernels.implementation import on_gpu
 
-_ELEMENTS, _ON_GPU = 2**22, 2**26
-"""Numbers of the largest array of a block of queries: 16 MiB in fp32; on a GPU, where blocks are launches, 256 MiB."""
+_ELEMENTS, _ON_GPU, _ROWS = 2**22, 2**26, 64
+"""Numbers of the largest array of a block: 16 MiB in fp32; on a GPU, where blocks are launches, 256 MiB. Queries of a
+block, if they are not more: below, heads are divided, too."""
 
 
 class Indices(NamedTuple):
@@ -56,44 +58,62 @@ class VisibleKeys(NamedTuple):
         return (places >= self.first[:, rows, None]) & (places <= self.last[:, rows, None])
 
 
-def rows_in_blocks(queries: int, numbers: int, device: torch.device) -> list[slice]:
-    """Cut queries into blocks. `numbers`: numbers of the largest array of one query."""
-    size = max(1, min(queries, (_ON_GPU if on_gpu(device) else _ELEMENTS) // max(1, numbers)))
-    return [slice(start, min(start + size, queries)) for start in range(0, queries, size)]
+class Cut(NamedTuple):
+    """Blocks of queries, and of heads."""
+
+    rows: list[slice]
+    heads: list[slice]
 
 
-def index_scores(indices: Indices, *, relu: bool) -> Tensor:
-    """Return the score of each key for each query, [batch, queries, keys] in fp32 or wider."""
-    products = index_products(indices)
-    return weighed_products(indices, products.relu_() if relu else products)
+def cut(queries: int, heads: int, numbers: int, device: torch.device) -> Cut:
+    """Cut queries and heads into blocks. `numbers`: numbers of the largest array of one query and head."""
+    most = (_ON_GPU if on_gpu(device) else _ELEMENTS) // max(1, numbers)
+    rows = min(queries, max(most // heads, min(_ROWS, most), 1))
+    together = max(1, min(heads, most // rows))
+    return Cut(
+        [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)],
+        [slice(start, min(start + together, heads)) for start in range(0, heads, together)],
+    )
 
 
-def index_products(indices: Indices) -> Tensor:
+def index_scores(indices: Indices, *, relu: bool, heads: Sequence[slice] = (slice(None),)) -> Tensor:
+    """Return the score of each key for each query, [batch, queries, keys] in fp32 or wider.
+
+    `heads`: blocks of heads, of one of which there are products at a time.
+    """
+    scores: Tensor | None = None
+    for some in heads:
+        products = _products(indices, some, relu=relu)
+        of_some = (indices.weights[:, :, some].to(products.dtype).unsqueeze(2) @ products).squeeze(2)
+        scores = of_some if scores is None else scores.add_(of_some)
+    assert scores is not None
+    return scores
+
+
+def _products(indices: Indices, heads: slice, *, relu: bool) -> Tensor:
     """Return the scaled products of queries and keys, [batch, queries, heads, keys] in fp32 or wider."""
     wide = torch.promote_types(indices.query.dtype, torch.float32)
-    query, key = indices.query.to(wide), indices.key.to(wide)
+    query, key = indices.query[:, :, heads].to(wide), indices.key.to(wide)
     products = (query.flatten(1, 2) @ key.transpose(1, 2)).unflatten(1, query.shape[1:3])
-    return products.mul_(1.0 / math.sqrt(query.shape[-1]))
+    products = products.mul_(1.0 / math.sqrt(query.shape[-1]))
+    return products.relu_() if relu else products
 
 
-def weighed_products(indices: Indices, products: Tensor) -> Tensor:
-    """Return the scores, given the products behind the ReLU, if there is one."""
-    return (indices.weights.to(products.dtype).unsqueeze(2) @ products).squeeze(2)
-
-
-def index_gradients(indices: Indices, products: Tensor, of_scores: Tensor, *, relu: bool) -> Indices:
-    """Return the gradients of what the indexer has made, in fp32 or wider, from that of the scores.
-
-    `products`: those behind the ReLU, if there is one.
-    """
-    query, weights, key = (each.to(products.dtype) for each in indices)
-    of_products = weights.unsqueeze(-1) * of_scores.unsqueeze(2)
-    if relu:
-        of_products = of_products.mul_(products > 0)
-    of_weights = (products @ of_scores.unsqueeze(-1)).squeeze(-1)
-    of_products = of_products.mul_(1.0 / math.sqrt(query.shape[-1])).flatten(1, 2)
-    of_query = (of_products @ key).unflatten(1, query.shape[1:3])
-    return Indices(of_query, of_weights, of_products.transpose(1, 2) @ query.flatten(1, 2))
+def add_index_gradients_(
+    sums: Indices, indices: Indices, of_scores: Tensor, *, relu: bool, heads: Sequence[slice] = (slice(None),)
+) -> None:
+    """Add the gradients of what the indexer has made, in fp32 or wider, to sums, from that of the scores."""
+    for some in heads:
+        products = _products(indices, some, relu=relu)
+        query, weights, key = (each.to(products.dtype) for each in (indices.query, indices.weights, indices.key))
+        sums.weights[:, :, some] += (products @ of_scores.unsqueeze(-1)).squeeze(-1)
+        of_products = weights[:, :, some].unsqueeze(-1) * of_scores.unsqueeze(2)
+        if relu:
+            of_products = of_products.mul_(products > 0)
+        of_products = of_products.mul_(1.0 / math.sqrt(query.shape[-1])).flatten(1, 2)
+        own = query[:, :, some]
+        sums.query[:, :, some] += (of_products @ key).unflatten(1, own.shape[1:3])
+        sums.key.add_(of_products.transpose(1, 2) @ own.flatten(1, 2))
 
 
 def best_keys(scores: Tensor, visible: Tensor, count: int) -> Tensor:
@@ -116,9 +136,10 @@ def choose_keys(indices: Indices, visible: VisibleKeys, count: int, *, relu: boo
     batch, queries, heads, _ = indices.query.shape
     keys = indices.key.shape[1]
     chosen = torch.empty(batch, queries, count, dtype=torch.int32, device=indices.query.device)
-    for rows in rows_in_blocks(queries, batch * heads * keys, chosen.device):
-        best = best_keys(index_scores(indices.of_rows(rows, keys), relu=relu), visible.mask(rows, keys), count)
-        chosen[:, rows] = numbers_of(best, count)
+    blocks = cut(queries, heads, batch * keys, chosen.device)
+    for rows in blocks.rows:
+        scores = index_scores(indices.of_rows(rows, keys), relu=relu, heads=blocks.heads)
+        chosen[:, rows] = numbers_of(best_keys(scores, visible.mask(rows, keys), count), count)
     return chosen
 
 
@@ -138,7 +159,15 @@ def mask_of(numbers: Tensor, keys: int) -> Tensor:
 
 
 @torch.no_grad()
-def summed_probabilities(query: Tensor, key: Tensor, mask: Tensor, *, scale: float, cap: float | None) -> Tensor:
+def summed_probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    cap: float | None,
+    heads: Sequence[slice] = (slice(None),),
+) -> Tensor:
     """Return the sum over heads of attention's probabilities, [batch, queries, keys] in fp32 or wider.
 
     Args:
@@ -147,11 +176,15 @@ def summed_probabilities(query: Tensor, key: Tensor, mask: Tensor, *, scale: flo
         mask: [batch or 1, queries, keys] bool. The probabilities of a query that sees no key are 0.
         scale: factor of the scores.
         cap: soft cap of the scores; None for no cap.
+        heads: blocks of heads, of one of which there are scores at a time.
     """
     mask = mask.unsqueeze(1)
     blind = ~mask.any(dim=-1, keepdim=True)
-    scores = masked_scores(query, key, mask | blind, scale, cap)
-    return torch.softmax(scores, dim=-1).masked_fill(blind, 0.0).sum(dim=1)
+    total = torch.zeros((), dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+    for some in heads:
+        scores = masked_scores(query[:, some], key[:, some], mask | blind, scale, cap)
+        total = total + torch.softmax(scores, dim=-1).sum(dim=1)
+    return total.masked_fill_(blind.squeeze(1), 0.0)
 
 
 def divergence(scores: Tensor, target: Tensor, mask: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
 from megalite.parallel.largest_logits import Measure
-from megalite.parallel.mesh import Group
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
@@ -56,7 +55,6 @@ class _Calls(NamedTuple):
     """Arguments of attention by parts, other than tensors of the graph.
 
     Attributes:
-        rounds: gives the parts of each round, perhaps of the keys that are chosen.
         exchange: the way in which keys and values arrive.
         groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
@@ -65,7 +63,7 @@ class _Calls(NamedTuple):
         measure: takes in the logits of a part; None: nobody asks for them.
     """
 
-    rounds: Callable[[Tensor | None], Sequence[MaskedRound]]
+    rounds: Sequence[MaskedRound]
     exchange: KeyValueExchange
     groups: Tensor | None
     scale: float
@@ -101,13 +99,7 @@ class _Calls(NamedTuple):
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        travelling: Tensor,
-        weight: Tensor | None,
-        sink: Tensor | None,
-        chosen: Tensor | None,
-        calls: _Calls,
+        ctx: Any, query: Tensor, travelling: Tensor, weight: Tensor | None, sink: Tensor | None, calls: _Calls
     ) -> Tensor:
         """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
@@ -117,7 +109,7 @@ class _AttentionByParts(torch.autograd.Function):
         lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
         prepared, drawn = calls.exchange.prepare(travelling), calls.draw(query)
-        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds(chosen), strict=True):
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
             block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -134,18 +126,17 @@ class _AttentionByParts(torch.autograd.Function):
             output, lse = with_sink(output, lse, sink)
         output = rounded(output, query.dtype)
         ctx.calls = calls
-        ctx.save_for_backward(query, prepared, output, lse, sink, chosen)
+        ctx.save_for_backward(query, prepared, output, lse, sink)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries, and of keys and values as their blocks come by once more."""
-        query, prepared, output, lse, sink, chosen = ctx.saved_tensors
-        calls, gradient = ctx.calls, gradients[0]
+        (query, prepared, output, lse, sink), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
         drawn, expansion = calls.draw(query), calls.expansion
-        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds(chosen), strict=True):
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
             arrived, block = block, calls.made(block)
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
@@ -169,7 +160,7 @@ class _AttentionByParts(torch.autograd.Function):
             total.add(of_block if expansion is None else expansion.gradient(arrived, of_block))
         of_sink = None if sink is None else sink_gradient(gradient, output, lse, sink.detach())
         of_weight = None if expansion is None else expansion.of_weight()
-        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None, None
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), of_weight, of_sink, None
 
 
 def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
@@ -296,7 +287,7 @@ class ContextParallelCore:
         if random is not None and inner.dropout > 0.0:
             dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
         calls = _Calls(
-            lambda _: mask.rounds(layout, gathers=self.gathers),
+            mask.rounds(layout, gathers=self.gathers),
             Gather(self.others, layout) if self.gathers else Ring(self.others),
             self._groups,
             1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale,
@@ -307,7 +298,7 @@ class ContextParallelCore:
             None if measure is None else functools.partial(measure, inner.heads, layout),
         )
         weight = None if expansion is None else expansion.weight
-        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, None, calls)
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
     def _exchange_heads(
@@ -346,33 +337,3 @@ class ContextParallelCore:
             for runs in members
         )
         return SequenceLayout(length, counted, self.head_exchange.rank)
-
-
-def attend_in_blocks(
-    query: Tensor,
-    key_value: Tensor,
-    chosen: Tensor | None,
-    blocks: Callable[[Tensor | None], MaskedRound],
-    *,
-    scale: float,
-    cap: float | None,
-    dropout: DropoutMask | None,
-    measure: Callable[..., None] | None,
-) -> Tensor:
-    """Compute attention to all keys of a sample, which this rank has, by blocks of queries with a mask of their own.
-
-    Args:
-        query: [batch, heads, queries, width].
-        key_value: keys and values, [2, batch, heads, tokens of the sample, width].
-        chosen: what backward keeps of the masks.
-        blocks: returns the blocks of queries and their masks, given `chosen`.
-        dropout, measure: as in `_Calls`.
-
-    Returns:
-        [batch, heads, queries, width].
-    """
-    tokens = key_value.shape[-2]
-    alone = Gather(Group((0,), 0), SequenceLayout.whole(tokens))
-    calls = _Calls(lambda chosen: [blocks(chosen)], alone, None, scale, cap, dropout, tokens, measure=measure)
-    output: Tensor = _AttentionByParts.apply(query, key_value, None, None, chosen, calls)
-    return output

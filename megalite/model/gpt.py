@@ -89,7 +89,8 @@ class GPT(StageModule):
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
         layers += config.depth_layers if stage_layers.loss else ()
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.attends))
+        masked = (layer for layer in layers if layer.attends and layer.mixer != "sparse_attention")
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in masked))
         self.head = self.prediction = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied

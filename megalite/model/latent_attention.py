@@ -256,7 +256,7 @@ class LatentAttention(nn.Module):
 
     def attend_kept(self, query: Tensor, kept: Tensor, mask: Tensor | None, context: LayerContext) -> Tensor:
         """Attend to kept latents and rotated keys [tokens, batch, rank + rotated]. `mask`: see `_absorbed`."""
-        if self._absorbing_is_less(len(query), len(kept)):
+        if self.absorbing_is_less(len(query), len(kept)):
             return self._absorbed(query, kept, mask)
         latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
         return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
@@ -283,7 +283,7 @@ class LatentAttention(nn.Module):
         output = self.core(F.pad(query, (0, width - sizes.query_width)), latents, expansion, *arguments)
         return output.unflatten(-1, (self.heads, width))[..., : sizes.value_width].flatten(2)
 
-    def _absorbing_is_less(self, queries: int, keys: int) -> bool:
+    def absorbing_is_less(self, queries: int, keys: int) -> bool:
         """Tell if so many queries over so many keys take fewer products with the latents as keys and values."""
         sizes = self.sizes
         widths = sizes.key_width + sizes.value_width

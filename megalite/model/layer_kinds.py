@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -155,7 +155,7 @@ def make_latent_attention(
     norm = functools.partial(make_norm(config), eps=epsilon, decays=config.apply_wd_to_qk_layernorm)
     make: Callable[..., LatentAttention] = LatentAttention
     if config.all_layers[layer].mixer == "sparse_attention":
-        make = functools.partial(SparseAttention, indexer=indexer_sizes(config), source=choosing_layer(config, layer))
+        make = functools.partial(SparseAttention, indexer=indexer_sizes(config), **choosing_layers(config, layer))
     return make(
         context,
         f"{name}.latent_attention",
@@ -190,13 +190,13 @@ def indexer_sizes(config: ModelConfig) -> IndexerSizes:
     )
 
 
-def choosing_layer(config: ModelConfig, layer: int) -> int:
-    """Return the number, among attention, of the layer that chooses the keys of a layer with sparse attention."""
-    specs = config.all_layers
-    source = max(each for each in range(layer + 1) if specs[each].mixer == "sparse_attention" and specs[each].chooses)
-    number, _ = config.numbers[source]
-    assert number is not None
-    return number
+def choosing_layers(config: ModelConfig, layer: int) -> dict[str, Any]:
+    """Return the number, among attention, of the layer that chooses for one of sparse attention, and if it shares."""
+    sparse = [number for number, spec in enumerate(config.all_layers) if spec.mixer == "sparse_attention"]
+    source = max(each for each in sparse if each <= layer and config.all_layers[each].chooses)
+    later = next((each for each in sparse if each > layer), None)
+    shared = layer == source and later is not None and not config.all_layers[later].chooses
+    return {"source": config.numbers[source][0], "shared": shared}
 
 
 def _term_of_indexers(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class MaskedRound(NamedTuple):
     """
 
     keys: Runs
-    parts: Iterable[tuple[Part, PartMask]]
+    parts: list[tuple[Part, PartMask]]
 
 
 @dataclass(frozen=True, eq=False)

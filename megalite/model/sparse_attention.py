@@ -10,7 +10,6 @@ computes it by blocks of queries, together with its gradient, so that backward n
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,32 +20,30 @@ from torch import Tensor
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.cache import StageCache
-from megalite.model.context_parallel import attend_in_blocks
 from megalite.model.indexer import Indexer, IndexerSizes, Tables
 from megalite.model.latent_attention import LatentAttention, LatentCache, LatentSizes
-from megalite.model.sample_mask import MaskedRound, SampleMask
+from megalite.model.sample_mask import SampleMask
 from megalite.parallel import collectives
-from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.largest_logits import Measure
 from megalite.parallel.linear import gathered
 from megalite.parallel.randomness import RandomKey
-from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.sequence import SequenceLayout, between
 from megalite.parallel.stage import NO_SUMS, TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated
-from megalite_kernels.attention import Mask, same_width
+from megalite_kernels.attention import Kept, Mask, draw_kept, same_width
+from megalite_kernels.attention_parts import attend, part_gradients
 from megalite_kernels.indexer import (
     Indices,
     VisibleKeys,
+    add_index_gradients_,
     choose_keys,
+    cut,
     divergence,
-    index_gradients,
-    index_products,
+    index_scores,
     mask_of,
-    rows_in_blocks,
     summed_probabilities,
-    weighed_products,
 )
 
 INDEXER_LOSS = "indexer_loss"
@@ -66,6 +63,7 @@ class SparseAttention(LatentAttention):
         *,
         indexer: IndexerSizes,
         source: int | None = None,
+        shared: bool = False,
         layer: int = 0,
         **options: Any,
     ) -> None:
@@ -73,12 +71,14 @@ class SparseAttention(LatentAttention):
 
         Args:
             source: number of the layer whose indexer chooses; None, or `layer`: its own.
+            shared: another layer attends to what this one has chosen.
             options: those of `LatentAttention`, like `layer`.
         """
         super().__init__(context, name, sizes, layer=layer, **options)
         self.over_samples = context.mesh.group("cp")
         self.shard, self.shards = context.shard, context.shards
         self.choice, self.layer, self.source = indexer, layer, layer if source is None else source
+        self.shared = shared
         self.indexer = None
         if self.source == layer:
             rank = sizes.query_rank or sizes.hidden
@@ -117,13 +117,22 @@ class SparseAttention(LatentAttention):
             latents: latents and rotated keys, [sequence, batch, rank + rotated].
             indices: what the layer's own indexer makes of the tokens between layers; None if it has none.
         """
-        if indices is not None:  # keys travel and are kept beside latents
-            key = indices.key.transpose(0, 1)
-            key = gathered(key, self.group) if self.sequence_parallel else key
-            latents = torch.cat([latents, key], dim=-1)
+        if indices is not None and self.sequence_parallel:
+            key = gathered(indices.key.transpose(0, 1), self.group)
+            indices = indices._replace(key=key.transpose(0, 1))
         if context.cache is not None:
             return self._attend_cached(query, latents, indices, context, context.cache), NO_SUMS
         return self._attend_sample(query, latents, indices, context)
+
+    def _with_keys(self, latents: Tensor, indices: Indices | None, all_of: Callable[[Tensor], Tensor]) -> _Joined:
+        """Return latents and the indexer's keys of more tokens, which `all_of` gives for both in one tensor."""
+        if indices is None:
+            return _Joined(all_of(latents), None)
+        joined = all_of(torch.cat([latents, indices.key.transpose(0, 1)], dim=-1))
+        found, key = joined.tensor_split([latents.shape[-1]], dim=-1)
+        # The indexer may be all that is trained: then its loss must not differentiate what travels beside its keys.
+        found = found if latents.requires_grad else found.detach()
+        return _Joined(found, indices._replace(key=key.transpose(0, 1)))
 
     def _choose(self, indices: Indices | None, visible: VisibleKeys, context: LayerContext) -> Tensor | None:
         """Return the chosen keys of all queries, [batch, queries, topk]; None if they attend to all that they see.
@@ -140,7 +149,8 @@ class SparseAttention(LatentAttention):
             chosen = choose_keys(indices, own, options.topk, relu=options.relu)
             if self.sequence_parallel:
                 chosen = collectives.all_gather(chosen.transpose(0, 1), self.group).transpose(0, 1)
-        context.chosen[self.layer] = chosen
+        if self.shared:
+            context.chosen[self.layer] = chosen
         return chosen
 
     # ------------------------------------------------------------------------------------------------ whole samples
@@ -149,23 +159,23 @@ class SparseAttention(LatentAttention):
         self, query: Tensor, latents: Tensor, indices: Indices | None, context: LayerContext
     ) -> tuple[Tensor, TermSums]:
         """Attend to the tokens of whole samples. Returns weighted values and the sum of the indexer's loss, if any."""
-        sizes, layout = self.sizes, context.layout
-        if (ranks := self.over_samples.size) > 1:
-            latents = layout.in_order(gathered(latents, self.over_samples).chunk(ranks), 0)
-        latent, rotated_key, of_indexer = latents.tensor_split([sizes.rank, sizes.rank + sizes.rotated], dim=-1)
-        if indices is not None:
-            indices = indices._replace(key=of_indexer.transpose(0, 1))
+        layout, ranks = context.layout, self.over_samples.size
+        if ranks > 1:
+            group = self.over_samples
+            latents, indices = self._with_keys(
+                latents, indices, lambda own: layout.in_order(gathered(own, group).chunk(ranks), 0)
+            )
         places = layout.places(latents.device)
         first = torch.zeros_like(places)[None] if context.first_keys is None else context.first_keys[:, places]
         visible = VisibleKeys(first, places[None])
         chosen = self._choose(indices, visible, context)
-        key, value = self.keys_and_values(latent, rotated_key)
+        key, value = self.keys_and_values(*latents.split(self.down_widths[-2:], dim=-1))
         blocks = Blocks(layout.places(torch.device("cpu")), visible, chosen)
-        mask = context.masks[None] if chosen is None and ranks == 1 else blocks
-        mixed = self.attend_to(query, key, value, mask, context)
-        if indices is None or not self.choice.trained:
+        is_plain = chosen is None and ranks == 1 and context.first_keys is None
+        mixed = self.attend_to(query, key, value, None if is_plain else blocks, context)
+        if indices is None or not self.choice.trained or not self.training:
             return mixed, NO_SUMS
-        of_loss = blocks if self.choice.sparse_loss else Blocks(blocks.places, visible, None)
+        of_loss = blocks if self.choice.sparse_loss else replace(blocks, chosen=None)
         return mixed, {INDEXER_LOSS: self._loss(indices, query.detach(), key.detach(), of_loss, context)}
 
     def _loss(self, indices: Indices, query: Tensor, key: Tensor, blocks: Blocks, context: LayerContext) -> Tensor:
@@ -186,22 +196,28 @@ class SparseAttention(LatentAttention):
         Under sequence parallelism each rank sums its heads' probabilities for a block of every rank's tokens.
         """
         batch, own, heads, _ = indices.query.shape
-        largest = max(heads, query.shape[1] * self.shards)
-        for rows in rows_in_blocks(own, batch * largest * key.shape[2], key.device):
-            of_all: slice | Tensor = rows
-            if self.shards > 1:
-                starts = range(0, self.shards * own, own)
-                of_all = torch.cat([torch.arange(at + rows.start, at + rows.stop) for at in starts])
-            mask = blocks.mask(of_all)
-            keys = mask.shape[-1]
-            queries, scale, cap = query[:, :, of_all], self.sizes.scale, self.sizes.cap
-            summed = summed_probabilities(queries, key[:, :, :keys], mask, scale=scale, cap=cap)
+        numbers = batch * key.shape[2]
+        of_indexer = cut(own, heads, numbers, key.device)
+        of_attention = cut(own, query.shape[1], numbers * self.shards, key.device)
+        rows = min(of_indexer.rows, of_attention.rows, key=lambda each: each[0].stop)
+        for some in rows:
+            mask = blocks.mask(some, self.shards)
+            keys, queries = mask.shape[-1], part_of(query, 2, some, self.shards)
+            summed = summed_probabilities(
+                queries,
+                key[:, :, :keys],
+                mask,
+                scale=self.sizes.scale,
+                cap=self.sizes.cap,
+                heads=of_attention.heads,
+            )
             if self.sequence_parallel:
                 by_rank = summed.unflatten(1, (self.shards, -1)).transpose(0, 1)
                 summed = collectives.reduce_scatter(by_rank, self.group)[0]
             else:
                 summed = collectives.all_reduce_(summed, self.group)
-            yield _Target(rows, summed, mask.unflatten(1, (self.shards, -1))[:, self.shard])
+            own_mask = mask.unflatten(1, (self.shards, -1))[:, self.shard]
+            yield _Target(some, of_indexer.heads, summed, own_mask)
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -209,21 +225,59 @@ class SparseAttention(LatentAttention):
         self, query: Tensor, latents: Tensor, indices: Indices | None, context: LayerContext, cache: StageCache
     ) -> Tensor:
         """Attend to chosen ones of the tokens so far, whose latents and keys are kept."""
-        kept = cache.of(self, LatentCache).extend(latents, cache)
-        kept, of_indexer = kept.tensor_split([self.sizes.rank + self.sizes.rotated], dim=-1)
-        if indices is not None:
-            indices = indices._replace(key=of_indexer.transpose(0, 1))
+        store = cache.of(self, LatentCache)
+        kept, indices = self._with_keys(latents, indices, lambda own: store.extend(own, cache))
         visible = VisibleKeys(torch.zeros_like(cache.positions), cache.positions)
         chosen = self._choose(indices, visible, context)
-        mask = context.masks[None]
-        if chosen is not None and len(query) == 1:  # so that no product is with what is not chosen
+        if chosen is None:
+            return self.attend_kept(query, kept, cache.mask(), context)
+        if len(query) == 1:  # so that no product is with what is not chosen
             places = chosen[:, 0].clamp_min(0).t().long()
             kept = kept.gather(0, places[..., None].expand(-1, -1, kept.shape[-1]))
-            mask = (chosen >= 0).unsqueeze(1)
-        elif chosen is not None:
-            mask = mask_of(chosen, len(kept)).unsqueeze(1)
-        assert mask is None or isinstance(mask, Tensor)
-        return self.attend_kept(query, kept, mask, context)
+            return self.attend_kept(query, kept, (chosen >= 0).unsqueeze(1), context)
+        if self.absorbing_is_less(len(query), len(kept)):
+            return self.attend_kept(query, kept, mask_of(chosen, len(kept)).unsqueeze(1), context)
+        blocks = Blocks(torch.full((len(query),), len(kept) - 1), visible, chosen)
+        key, value = self.keys_and_values(*kept.split(self.down_widths[-2:], dim=-1))
+        return self.attend_to(query, key, value, blocks, context)
+
+
+class _Joined(NamedTuple):
+    latents: Tensor
+    indices: Indices | None
+
+
+def part_of(values: Tensor, dimension: int, rows: slice, shards: int) -> Tensor:
+    """Return rows of each of `shards` equal parts of a dimension, one part after another."""
+    if shards == 1:
+        return values.narrow(dimension, rows.start, rows.stop - rows.start)
+    parts = values.unflatten(dimension, (shards, -1)).narrow(dimension + 1, rows.start, rows.stop - rows.start)
+    return parts.flatten(dimension, dimension + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Keys that a rank's queries attend to, of which a mask is made for a block of queries.
+
+    Attributes:
+        last: the last key that each query may attend to, on the host.
+        visible: the keys that each query sees.
+        chosen: the chosen keys, [batch, queries, topk]; None for all visible ones.
+    """
+
+    last: Tensor
+    visible: VisibleKeys
+    chosen: Tensor | None
+
+    def mask(self, rows: slice, shards: int = 1) -> Tensor:
+        """Return the mask [batch or 1, rows, keys] of the keys up to the last one of these queries.
+
+        `rows`: queries of each of `shards` equal parts of all.
+        """
+        keys = int(part_of(self.last, 0, rows, shards).max()) + 1
+        if self.chosen is not None:
+            return mask_of(part_of(self.chosen, 1, rows, shards), keys)
+        return VisibleKeys(*(part_of(each, 1, rows, shards) for each in self.visible)).mask(slice(None), keys)
 
 
 @dataclass(frozen=True)
@@ -243,68 +297,98 @@ class SparseCore:
         sink: Tensor | None = None,
         measure: Measure | None = None,
     ) -> Tensor:
-        """Compute attention, as `LocalCore.__call__` does; with `Blocks`, to all keys of the sample."""
-        local, dropout, width = self.local, None, value.shape[-1]
+        """Compute attention, as `LocalCore.__call__` does; with `Blocks`, to all keys of the sample, without sinks."""
         if not isinstance(mask, Blocks):
-            return local(query, key, value, mask, layout, random, sink, measure)
-        if random is not None and local.dropout > 0.0:
-            dropout = random.dropout_mask(local.dropout, local.site, layout.rows_of(local.heads))
+            return self.local(query, key, value, mask, layout, random, sink, measure)
+        width = value.shape[-1]
         query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
-        batch, heads, queries, _ = query.shape
-        rows, whole = rows_in_blocks(queries, batch * heads * key.shape[2], key.device), range(key.shape[2])
-        assert local.scale is not None
-        seen, chosen = replace(mask, chosen=None), mask.chosen
-        mixed = attend_in_blocks(
-            query,
-            torch.stack([key, value]),
-            chosen,
-            lambda chosen: MaskedRound((whole,), _Parts(replace(seen, chosen=chosen), rows)),
-            scale=local.scale,
-            cap=local.cap,
-            dropout=dropout,
-            measure=None if measure is None else functools.partial(measure, local.heads, layout),
-        )
+        options = _Options(self.local, layout, random if self.local.dropout > 0.0 else None, measure)
+        mixed: Tensor = _InBlocks.apply(query, key, value, mask.chosen, replace(mask, chosen=None), options)
         return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """Keys that a rank's queries attend to, of which a mask is made for a block of queries.
+class _Options(NamedTuple):
+    """Arguments of attention in blocks, other than tensors of the graph."""
 
-    Attributes:
-        places: index of each query in the sample, on the host.
-        chosen: the chosen keys, [batch, queries, topk]; None for all visible ones.
-    """
+    local: LocalCore
+    layout: SequenceLayout
+    random: RandomKey | None
+    measure: Measure | None
 
-    places: Tensor
-    visible: VisibleKeys
-    chosen: Tensor | None
+    def of_block(self, query: Tensor, rows: slice, heads: slice, mask: Tensor) -> dict[str, Any]:
+        """Return the keyword arguments of a block of queries, with the probabilities that dropout keeps."""
+        local, kept = self.local, None
+        if self.random is not None:
+            runs = between(self.layout.runs, rows.start, rows.stop)
+            of_heads = replace(self.layout, of_ranks=(runs,), rank=0).rows_of(local.heads[heads])
+            drop = self.random.dropout_mask(local.dropout, local.site, of_heads)
+            drawn = draw_kept(drop, query, self.layout.length)[..., : mask.shape[-1]]
+            kept = Kept(drawn.to(query.device), drop.scale)
+        assert local.scale is not None
+        return {"mask": mask.unsqueeze(1), "scale": local.scale, "cap": local.cap, "kept": kept}
 
-    def mask(self, rows: Tensor | slice) -> Tensor:
-        """Return the mask [batch or 1, rows, keys] of the keys up to the last query of these."""
-        keys = int(self.places[rows].max()) + 1
-        if self.chosen is None:
-            return VisibleKeys(*(each[:, rows] for each in self.visible)).mask(slice(None), keys)
-        return mask_of(self.chosen[:, rows], keys)
 
+class _InBlocks(torch.autograd.Function):
+    """Attention by blocks of queries and heads. Backward keeps what enters, the output and the log-sum-exp."""
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """Parts of attention, one a block of queries. Their masks are made when they are asked for."""
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor | None, blocks: Blocks, options: _Options
+    ) -> Tensor:
+        batch, heads, queries, width = query.shape
+        # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
+        output = query.new_empty(queries, batch, heads, width).permute(1, 2, 0, 3)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+        parts = cut(queries, heads, batch * key.shape[2], query.device)
+        for rows in parts.rows:
+            mask = replace(blocks, chosen=chosen).mask(rows)
+            for some in parts.heads:
+                own, of_keys = query[:, some, rows], key[:, some, : mask.shape[-1]]
+                of_values = value[:, some, : mask.shape[-1]]
+                block = options.of_block(own, rows, some, mask)
+                output[:, some, rows], lse[:, some, rows] = attend(own, of_keys, of_values, **block)
+                if options.measure is not None:
+                    of_heads = options.local.heads[some]
+                    options.measure(of_heads, options.layout, own, of_keys, block["mask"], block["scale"], rows)
+        ctx.parts, ctx.blocks, ctx.options = parts, blocks, options
+        ctx.save_for_backward(query, key, value, chosen, output, lse)
+        return output
 
-    blocks: Blocks
-    rows: list[slice]
-
-    def __iter__(self) -> Iterator[tuple[Part, Tensor]]:
-        for rows in self.rows:
-            mask = self.blocks.mask(rows)
-            yield Part(rows, slice(0, mask.shape[-1]), "masked"), mask.unsqueeze(1)
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, chosen, output, lse = ctx.saved_tensors
+        query, key, value, output = query.detach(), key.detach(), value.detach(), output.detach()
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros(each.shape, dtype=lse.dtype, device=lse.device) for each in (key, value))
+        for rows in ctx.parts.rows:
+            mask = replace(ctx.blocks, chosen=chosen).mask(rows)
+            seen = slice(0, mask.shape[-1])
+            for some in ctx.parts.heads:
+                own = query[:, some, rows]
+                found = part_gradients(
+                    gradients[0][:, some, rows],
+                    own,
+                    key[:, some, seen],
+                    value[:, some, seen],
+                    output[:, some, rows],
+                    lse[:, some, rows],
+                    **ctx.options.of_block(own, rows, some, mask),
+                )
+                of_query[:, some, rows] = found[0]
+                of_key[:, some, seen] += found[1]
+                of_value[:, some, seen] += found[2]
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
 
 class _Target(NamedTuple):
-    """Sums of attention's probabilities for a block of queries, [batch, rows, keys], and the mask of their keys."""
+    """Sums of attention's probabilities for a block of queries, [batch, rows, keys], and the mask of their keys.
+
+    `heads`: blocks of the indexer's heads.
+    """
 
     rows: slice
+    heads: list[slice]
     summed: Tensor
     mask: Tensor
 
@@ -327,17 +411,15 @@ class _Divergence(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=query.device)
         indices, trained = Indices(query, weights, key), any(ctx.needs_input_grad[:3])
         gradients = [torch.zeros_like(each, dtype=wide) for each in indices] if trained else []
-        for rows, target, mask in targets:
+        for rows, heads, target, mask in targets:
             block = indices.of_rows(rows, mask.shape[-1])
             of_rows = None if counted is None else counted[:, rows]
-            products = index_products(block)
-            products = products.relu_() if relu else products
-            sum_of_rows, of_scores = divergence(weighed_products(block, products), target, mask, of_rows)
+            scores = index_scores(block, relu=relu, heads=heads)
+            sum_of_rows, of_scores = divergence(scores, target, mask, of_rows)
             total += sum_of_rows
             if trained:
-                places = Indices(*gradients).of_rows(rows, mask.shape[-1])
-                for place, found in zip(places, index_gradients(block, products, of_scores, relu=relu), strict=True):
-                    place += found
+                sums = Indices(*gradients).of_rows(rows, mask.shape[-1])
+                add_index_gradients_(sums, block, of_scores, relu=relu, heads=heads)
         ctx.dtypes = [each.dtype for each in indices]
         ctx.save_for_backward(*gradients)
         return total

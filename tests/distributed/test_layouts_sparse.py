@@ -142,7 +142,7 @@ def test_a_gpt_and_the_pattern_of_its_halves_have_the_same_bits(layout: str, ran
 @pytest.mark.parametrize("cp", [1, 2])
 def test_an_indexer_that_chooses_all_changes_no_bit_of_the_rest(cp: int, rank_pools: RankPools) -> None:
     """The network is that of latent attention where more keys may be chosen than a token sees."""
-    row = {**FEW, "indexing": "more than is seen", "cp": cp, "dp": 1, "documents": True}
+    row = {**FEW, "indexing": "more than is seen", "cp": cp, "dp": 1}
     cell = make_cell(row, dropout=0.1, optimizer="adam")
     sparse, plain = run(rank_pools, [cell, replace(cell, indexing=None, way="all_gather")])
     for name, gradient in plain.gradients.items():

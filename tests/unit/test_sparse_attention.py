@@ -27,11 +27,11 @@ from megalite_kernels import indexer
 from megalite_kernels.indexer import (
     Indices,
     VisibleKeys,
+    add_index_gradients_,
     best_keys,
     choose_keys,
+    cut,
     divergence,
-    index_gradients,
-    index_products,
     index_scores,
     mask_of,
     numbers_of,
@@ -94,19 +94,35 @@ def test_gradients_of_scores_are_those_of_autograd(relu: bool) -> None:
     of_scores = drawn(2, 9, 13, seed=7)
     wanted = torch.autograd.grad(scores, leaves, of_scores)
     plain = Indices(*(each.detach() for each in leaves))
-    behind = index_products(plain).relu() if relu else index_products(plain)
-    found = index_gradients(plain, behind, of_scores, relu=relu)
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert (ours - theirs).abs().max() < 1e-13
+    for heads in ([slice(0, 3)], [slice(0, 2), slice(2, 3)]):
+        found = Indices(*(torch.zeros_like(each) for each in plain))
+        add_index_gradients_(found, plain, of_scores, relu=relu, heads=heads)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert (ours - theirs).abs().max() < 1e-13
+        assert (index_scores(plain, relu=relu, heads=heads) - scores).abs().max() < 1e-14
 
 
 def test_blocks_of_queries_change_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     indices = made_indices()
     visible = VisibleKeys(torch.zeros(1, 9, dtype=torch.int64), torch.arange(4, 13)[None])
     whole = choose_keys(indices, visible, 5, relu=True)
-    monkeypatch.setattr(indexer, "_ELEMENTS", 2 * 3 * 13 * 2)
-    assert len(indexer.rows_in_blocks(9, 2 * 3 * 13, torch.device("cpu"))) == 5
-    assert torch.equal(choose_keys(indices, visible, 5, relu=True), whole)
+    for elements, rows in ((2 * 3 * 13 * 2, 1), (2 * 13 * 8, 1), (2 * 3 * 13 * 100, 9)):
+        monkeypatch.setattr(indexer, "_ELEMENTS", elements)
+        monkeypatch.setattr(indexer, "_ROWS", rows)
+        assert torch.equal(choose_keys(indices, visible, 5, relu=True), whole)
+
+
+@given(
+    queries=some.integers(1, 300), heads=some.integers(1, 20), numbers=some.integers(1, 2**14), on_gpu=some.booleans()
+)
+def test_blocks_cover_all_and_are_small(queries: int, heads: int, numbers: int, on_gpu: bool) -> None:
+    found = cut(queries, heads, numbers, torch.device("cuda" if on_gpu else "cpu"))
+    assert [at for each in found.rows for at in range(each.start, each.stop)] == [*range(queries)]
+    assert [at for each in found.heads for at in range(each.start, each.stop)] == [*range(heads)]
+    rows, together = found.rows[0].stop, found.heads[0].stop
+    most = indexer._ON_GPU if on_gpu else indexer._ELEMENTS
+    assert rows * together * numbers <= most
+    assert rows >= min(queries, indexer._ROWS)
 
 
 def test_the_gradient_of_the_divergence_is_that_of_autograd() -> None:
@@ -155,7 +171,7 @@ def made(indexing: str, **options: object) -> Network:
 def test_absorbed_and_written_out_are_the_same(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for absorbed in (True, False):
-        monkeypatch.setattr(LatentAttention, "_absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
+        monkeypatch.setattr(LatentAttention, "absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
         found.append(decoded(made(indexing))[0])
     assert (found[0] - found[1]).abs().max() <= 1e-12 * found[1].abs().max()
     dense = decoded(made("more than is seen"))[0]
