@@ -88,11 +88,10 @@ def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
 
 
 def indexers_agree(saved: ModelConfig, model: ModelConfig) -> bool:
-    """Tell whether indexers that both of two networks have compute the same; true if one has none."""
-    theirs, ours = (
-        {name: value for name, value in _of_indexers(each).items() if name != _CHOOSING} for each in (saved, model)
-    )
-    return theirs == ours or None in (theirs["dsa_indexer_topk"], ours["dsa_indexer_topk"])
+    """Tell whether indexers that both of two networks have give the same scores; true if one has none."""
+    given = [_of_indexers(each) for each in (saved, model)]
+    theirs, ours = ({**each, _CHOOSING: None, "dsa_indexer_topk": None} for each in given)
+    return theirs == ours or None in [each["dsa_indexer_topk"] for each in given]
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -125,6 +124,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
             lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
         if _CHOOSING in different:
             lines.append("  (--finetune leaves out indexers that the run lacks, and begins those that it adds anew)")
+        elif "dsa_indexer_topk" in different:
+            lines.append("  (--finetune goes on with indexers that choose another number of keys)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )

@@ -9,7 +9,10 @@ from megalite.config.run import RunConfig
 
 
 def clip_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield what makes --qk-clip have no effect: logits of normalised queries and keys do not follow the weights."""
+    """Yield what makes --qk-clip have no effect, or change weights that are not trained."""
+    if model.qk_clip and model.trains_indexers_alone:
+        yield f"--qk-clip scales the weights of queries and keys, which --dsa-stage {model.dsa_stage} freezes: drop it"
+    # Logits of normalised queries and keys do not follow the weights.
     if model.qk_clip and model.qk_layernorm and "attention" in model.kinds:
         yield (
             "--qk-clip scales the weights of queries and keys, and --qk-layernorm normalises queries and keys behind "

@@ -335,6 +335,7 @@ class _InBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor | None, blocks: Blocks, options: _Options
     ) -> Tensor:
+        """Attend with a block of heads and queries at a time to the keys up to the block's last one."""
         batch, heads, queries, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
         output = query.new_empty(queries, batch, heads, width).permute(1, 2, 0, 3)
@@ -357,6 +358,7 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the blocks' probabilities again; gradients of keys and values add up in fp32 or wider."""
         query, key, value, chosen, output, lse = ctx.saved_tensors
         query, key, value, output = query.detach(), key.detach(), value.detach(), output.detach()
         of_query = torch.empty_like(query)

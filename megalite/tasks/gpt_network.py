@@ -86,7 +86,7 @@ class GPTNetworkTask(Task):
                 for each in (saved, self.model)
             )
             raise CheckpointError(
-                f"{path} is of a run that trained other weights, and has no optimizer state of those of this one: "
+                f"{path} is of a run that trained other weights, and its optimizer state is not of those of this one: "
                 f"{then}, here {now}. Give --no-load-optim to go on with new state, --finetune to begin at step 0"
             )
 
@@ -116,13 +116,17 @@ class GPTNetworkTask(Task):
     def _check_function(self, what: str, saved: ModelConfig) -> None:
         """Raise CheckpointError if a network computes another function.
 
-        With --finetune, its depths may differ, and which of its layers have an indexer.
+        With --finetune, its depths may differ, which of its layers have an indexer, and how many keys these choose.
         """
         model, self.finetune_notes = self.model, ()
         if self.config.checkpoint.finetune:
             anew, left_out = (sum(each.endswith(".indexer.query") for each in names) for names in self._replaced(saved))
-            if (anew or left_out) and checkpoint.indexers_agree(saved, model):
-                self._note(what, "indexers", left_out, anew)
+            if checkpoint.indexers_agree(saved, model):
+                if anew or left_out:
+                    self._note(what, "indexers", left_out, anew)
+                then, now = saved.dsa_indexer_topk, model.dsa_indexer_topk
+                if then and now and then != now:
+                    self.finetune_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
                 saved, model = without_indexers(saved), without_indexers(model)
             if not checkpoint.same_depths(saved, model):
                 self._note(what, "depths of multi-token prediction", saved.depths, model.depths)

@@ -81,6 +81,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
         f"hidden {model.hidden_size}{_experts(model)}{_depths(model)}",
+        **_sparse(trainer, model),
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
         **_devices(trainer, task),
@@ -157,6 +158,21 @@ def _experts(model: ModelConfig) -> str:
         return ""
     layers = sum(layer.feed_forward == "moe" for layer in model.all_layers)
     return f"; {layers} layers have {model.num_experts} experts, of which a token uses {model.moe_router_topk}"
+
+
+def _sparse(trainer: Summarized, model: ModelConfig) -> dict[str, object]:
+    """Return how many keys are chosen for sparse attention, and which parameters are trained if some are not."""
+    layers = [layer for layer in model.all_layers if layer.mixer == "sparse_attention"]
+    if not layers:
+        return {}
+    keys = "all keys, in the warm-up" if model.dsa_stage == "warmup" else f"{model.dsa_indexer_topk} keys of a token"
+    indexers = sum(layer.chooses for layer in layers)
+    lines: dict[str, object] = {"sparse attention": f"{len(layers)} layers, {indexers} with an indexer, to {keys}"}
+    counts = count_kinds(trainer.chunks, trainer.mesh, lambda parameter, _: str(parameter.requires_grad))
+    if counts["False"]:
+        which = "those of the indexers" if model.trains_indexers_alone else "all but those of the indexers"
+        lines["trained"] = f"{counts['True']:,} parameters: {which}"
+    return lines
 
 
 def _optimizer(trainer: Summarized) -> dict[str, object]:

@@ -9,7 +9,6 @@ import torch
 
 from tests.end_to_end.runs import COURSE, MOCK, Run, iterations, losses, saved_tensors, words
 
-pytestmark = pytest.mark.wide
 FLAGS = [
     *MOCK,
     *COURSE,
@@ -25,6 +24,7 @@ TRAINED = (*FROZEN, *words("--dsa-indexer-loss-coeff 1.0"))
 ASKS = "(--finetune leaves out indexers that the run lacks, and begins those that it adds anew)"
 
 
+@pytest.mark.wide
 def test_indexers_begin_anew_and_are_left_out_where_it_is_asked(run: Run, tmp_path: Path) -> None:
     """The warm-up begins with the loss of the dense model, since it attends to all keys."""
     dense, sparse = ["--load", tmp_path / "dense"], ["--load", tmp_path / "sparse"]
@@ -35,6 +35,8 @@ def test_indexers_begin_anew_and_are_left_out_where_it_is_asked(run: Run, tmp_pa
     assert ASKS in refused
     warm = [*FLAGS, *TRAINED, *words("--dsa-stage warmup --finetune"), *dense]
     out = run(*warm, "--save", tmp_path / "sparse").stdout
+    assert " parameters: those of the indexers\n" in out
+    assert " | indexer loss " in out
     assert "has other indexers: --finetune begins those of this run anew (2)\n" in out
     run(*FLAGS, *words("--finetune"), *dense, "--save", tmp_path / "again")
     assert losses(tmp_path / "sparse")[0] == losses(tmp_path / "again")[0]
@@ -47,6 +49,7 @@ def test_indexers_begin_anew_and_are_left_out_where_it_is_asked(run: Run, tmp_pa
     assert losses(tmp_path / "args") == losses(tmp_path / "none")
 
 
+@pytest.mark.wide
 def test_layers_that_share_choices_leave_out_their_indexers_alone(run: Run, tmp_path: Path) -> None:
     run(*FLAGS, *TRAINED, "--save", tmp_path / "all")
     finetune = ["--finetune", "--load", tmp_path / "all"]
@@ -57,15 +60,20 @@ def test_layers_that_share_choices_leave_out_their_indexers_alone(run: Run, tmp_
     kept = "model/layers.0.latent_attention.indexer.query"
     assert torch.equal(before[kept], after[kept])  # which is frozen there
     assert not any(name.startswith("model/layers.1.latent_attention.indexer") for name in after)
-    other = [*FLAGS, *FROZEN, *words("--dsa-indexer-topk-freq 2 --dsa-indexer-topk 4")]
-    assert "dsa_indexer_topk: 5 in the" in run(*other, *finetune, "--save", tmp_path / "other", expected=93).stderr
+    fewer = run(*shared, *words("--dsa-indexer-topk 4"), *finetune, "--save", tmp_path / "fewer").stdout
+    assert "indexers choose 4 keys, and chose 5 in " in fewer
+    assert losses(tmp_path / "fewer") != losses(tmp_path / "shared")
+    assert "sparse attention  2 layers, 1 with an indexer, to 4 keys of a token\n" in fewer
+    assert "all but those of the indexers" in fewer
+    other = [*FLAGS, *FROZEN, *words("--dsa-indexer-topk-freq 2 --dsa-indexer-head-dim 8")]
+    assert "dsa_indexer_head_dim: 6 in" in run(*other, *finetune, "--save", tmp_path / "other", expected=93).stderr
 
 
 def test_another_stage_needs_new_optimizer_state(run: Run, tmp_path: Path) -> None:
     run(*FLAGS, *TRAINED, *words("--dsa-stage warmup"), "--save", tmp_path / "warm")
     further = [*FLAGS, *TRAINED, *LONGER, "--load", tmp_path / "warm", "--save", tmp_path / "sparse"]
     refused = run(*further, expected=93).stderr
-    assert "is of a run that trained other weights, and has no optimizer state of those of this one" in refused
+    assert "is of a run that trained other weights, and its optimizer state is not of those of this one" in refused
     assert "--dsa-stage warmup with --dsa-indexer-loss-coeff 1, here --dsa-stage sparse with" in refused
     run(*further, "--no-load-optim")
     assert iterations(tmp_path / "sparse") == [3, 4]

@@ -661,6 +661,16 @@ INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 
             1,
             ["--linear-attention-freq needs --experimental-attention-variant gated_delta_net"],
         ),
+        (
+            f"--experimental-attention-variant dsa {INDEXER}",
+            1,
+            ["--experimental-attention-variant dsa needs --multi-latent-attention"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-loss-coeff 1 --dsa-stage indexer --qk-clip",
+            1,
+            ["--qk-clip scales the weights of queries and keys, which --dsa-stage indexer freezes: drop it"],
+        ),
         (f"{SPARSE} {INDEXER} --window-size 4,0", 1, [f"--window-size needs {WITHOUT_LATENTS}"]),
         (
             f"{SPARSE} {INDEXER} --dsa-indexer-head-dim 1",
@@ -1022,6 +1032,16 @@ def test_coefficients_of_zero_are_noted() -> None:
         "--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start",
         "--moe-z-loss-coeff 0: there is no z-loss, and none is recorded",
     )
+
+
+def test_indexers_that_change_nothing_are_noted() -> None:
+    given = f"{VALID} {SPARSE} {INDEXER} --dsa-indexer-topk 1024".split()
+    all_keys = "--dsa-indexer-topk 1024 with --seq-length 32: attention is to all keys, and costs no less"
+    frozen = "indexers are frozen: --dsa-indexer-loss-coeff above 0 trains them"
+    trained = ["--dsa-indexer-loss-coeff", "1"]
+    assert parse_arguments(given).notes == (frozen, all_keys)
+    assert parse_arguments([*given, *trained]).notes == (all_keys,)
+    assert parse_arguments([*given, *trained, "--dsa-stage", "warmup"]).notes == ()
 
 
 def test_options_of_experts_need_experts() -> None:

@@ -207,6 +207,8 @@ def test_sparse_attention_by_hand() -> None:
     }
     for options, flops in expected.items():
         assert flops_per_token(model(**sparse, **dict(options)), 40, 10) == pytest.approx(flops), options
+    shared = flops_per_token(model(**sparse, dsa_indexer_topk_freq=2), 40, 10)
+    assert shared == pytest.approx(2 * (3 * (2 * chosen + logits) + of_indexer))
 
 
 def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:

@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.config.kinds.table import KINDS
 from megalite.inference.network import Network, make_network
+from megalite.model.attention_core import LocalCore
 from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
 from megalite.model.latent_attention import LatentAttention, LatentCache
-from megalite.model.sparse_attention import SparseAttention
+from megalite.model.sparse_attention import Blocks, SparseAttention, SparseCore
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.parallel.randomness import RandomKey
+from megalite.parallel.randomness import RandomKey, Site
+from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels import indexer
 from megalite_kernels.indexer import (
     Indices,
@@ -212,6 +213,18 @@ def test_indexers_are_frozen_without_a_loss_and_all_else_in_the_warmup() -> None
     assert [each.indexer is None for each in layers] == [False, True, False, True]
 
 
+def text_of(length: int) -> MicroBatch:
+    text = torch.randint(16, (1, length + 1), generator=torch.Generator().manual_seed(1))
+    return MicroBatch(
+        tokens=text[:, :-1],
+        positions=torch.arange(length)[None],
+        first_keys=None,
+        labels=text[:, 1:],
+        loss_mask=torch.ones(1, length),
+        key=RandomKey(0, (0,)),
+    )
+
+
 class _Largest(TorchDispatchMode):
     """Notes the most elements of a tensor that any operation returns."""
 
@@ -229,19 +242,68 @@ class _Largest(TorchDispatchMode):
 def test_no_array_of_queries_times_keys_is_ever_whole(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "_ELEMENTS", 2**12)
     length = 256
-    network = GPT(model_config(Cell("llama", latents="narrow values", indexing=indexing)), ParallelMesh())
-    initialize(network, 5)
-    text = torch.randint(16, (1, length + 1), generator=torch.Generator().manual_seed(1))
-    batch = MicroBatch(
-        tokens=text[:, :-1],
-        positions=torch.arange(length)[None],
-        first_keys=None,
-        labels=text[:, 1:],
-        loss_mask=torch.ones(1, length),
-        key=RandomKey(0, (0,)),
-    )
+    stage = made(indexing).stage.train()
     with _Largest() as largest:
-        terms = network({}, batch).terms
+        terms = stage({}, text_of(length)).terms
         sum(each for each in terms.values() if each.requires_grad).backward()
     assert terms["indexer_loss"] > 0
     assert largest.found < length * length / 2
+
+
+@pytest.mark.parametrize("indexing", ["few", "sparse loss", "warmup"])
+def test_blocks_of_queries_and_heads_change_no_gradient(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of 8 queries and a head, or of a query where 8 are too many."""
+    network = made(indexing).stage.train()
+    found = []
+    for elements, rows in ((2**22, 64), (8 * 32, 8), (40, 8)):
+        monkeypatch.setattr(indexer, "_ELEMENTS", elements)
+        monkeypatch.setattr(indexer, "_ROWS", rows)
+        network.zero_grad()
+        terms = network({}, text_of(32)).terms
+        sum(each for each in terms.values() if each.requires_grad).backward()
+        found.append({name: each.grad for name, each in network.named_parameters() if each.grad is not None})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, gradient in found[0].items():
+            assert (other[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("indexing", ["warmup", "indexer"])
+def test_what_is_frozen_has_no_backward(indexing: str) -> None:
+    terms = made(indexing).stage.train()({}, text_of(8)).terms
+    assert not terms["lm_loss"].requires_grad
+    assert terms["indexer_loss"].requires_grad
+
+
+def test_frozen_latents_that_travel_beside_keys_have_no_backward() -> None:
+    attention = made("indexer").stage.layers[0].attention
+    indices = Indices(*(each.requires_grad_() for each in made_indices(batch=1)))
+    joined = attention._with_keys(drawn(13, 1, 5), indices, lambda own: own)
+    assert not joined.latents.requires_grad
+    assert joined.indices.key.requires_grad
+
+
+def test_the_loss_of_indexers_is_not_computed_in_evaluation() -> None:
+    stage = made("few").stage
+    stage.eval()
+    assert "indexer_loss" not in stage({}, text_of(8)).terms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_attention_are_in_fp32_whatever_the_weights_are(dtype: torch.dtype) -> None:
+    """In bf16, scores of about 30 would be off by 6e-2, and so would be the logarithms of probabilities."""
+    tokens, heads, width, cap = 64, 2, 32, 50.0
+    query, key, value = (drawn(tokens, 1, heads, width, seed=seed).to(dtype) * 2 for seed in (1, 2, 3))
+    local = LocalCore(range(heads), range(heads), 1.0, cap, 0.0, Site(0, "attention"), recompute=False)
+    places = torch.arange(tokens)
+    blocks = Blocks(places, VisibleKeys(torch.zeros(1, tokens, dtype=torch.int64), places[None]), None)
+    found = SparseCore(local)(query, key, value, blocks, SequenceLayout.whole(tokens), None)
+    query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    mask = torch.ones(1, tokens, tokens, dtype=torch.bool).tril()
+    scores = cap * torch.tanh(query.double() @ key.double().transpose(2, 3) / cap)
+    wanted = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
+    summed = summed_probabilities(query, key, mask, scale=1.0, cap=cap)
+    assert (summed - wanted.sum(1)).abs().max() < 1e-4
+    mixed = (wanted @ value.double()).permute(2, 0, 1, 3).flatten(2)
+    # Probabilities and the output are rounded once each.
+    assert (found - mixed).abs().max() <= 2 * torch.finfo(dtype).eps * value.abs().max()

@@ -54,7 +54,6 @@ def test_a_stage_and_other_words_are_the_same_network(changes: dict[str, Any]) -
     [
         ("dsa_indexer_n_heads", 5),
         ("dsa_indexer_head_dim", 66),
-        ("dsa_indexer_topk", 4),
         ("dsa_indexer_rope_interleaved", True),
         ("dsa_indexer_scoring_relu", False),
         ("dsa_indexer_k_norm_epsilon", 1e-6),
@@ -66,6 +65,13 @@ def test_what_an_indexer_computes_is_of_the_network(field: str, value: object) -
         check_same_function("it", MODEL, other)
     assert not indexers_agree(MODEL, other)
     assert function_of(replace(DENSE, **{field: value})) == function_of(DENSE)
+
+
+def test_another_number_of_keys_is_another_network_with_the_same_indexers() -> None:
+    other = replace(MODEL, dsa_indexer_topk=4)
+    with pytest.raises(CheckpointError, match=r"dsa_indexer_topk: .*, 4 in this run\n  \(--finetune goes on with"):
+        check_same_function("it", MODEL, other)
+    assert indexers_agree(MODEL, other)
 
 
 def test_layers_that_choose_are_of_the_network() -> None:

@@ -35,25 +35,32 @@ def _weights(model: ModelConfig) -> int:
     return latent_weights(model) + _indexer_weights(model)
 
 
+def _products_without_indexer(model: ModelConfig, seen: float) -> float:
+    """Sum those of attention to the chosen keys."""
+    length, topk = 2 * seen, model.dsa_indexer_topk or 0
+    sparse = topk < length and model.dsa_stage != "warmup"
+    attended = topk - topk * topk / (2 * length) if sparse else seen
+    widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
+    return latent_weights(model) + model.num_attention_heads * widths * attended
+
+
 def _products(model: ModelConfig, seen: float) -> float:
     """Sum those of attention to the chosen keys, and those of the indexer with all keys that a token sees.
 
     Those of the indexer count as often as they are computed in a step, of which the result is a third, or all of it
     where the rest of the network has no backward.
     """
-    length, topk = 2 * seen, model.dsa_indexer_topk or 0
-    sparse = topk < length and model.dsa_stage != "warmup"
-    attended = topk - topk * topk / (2 * length) if sparse else seen
-    widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
     heads, width = model.dsa_indexer_n_heads or 0, model.dsa_indexer_head_dim or 0
     of_indexer = _indexer_weights(model) + heads * (width + 1) * seen
     times = (3 if model.trains_indexers else 1) / (1 if model.trains_indexers_alone else 3)
-    return latent_weights(model) + model.num_attention_heads * widths * attended + times * of_indexer
+    return _products_without_indexer(model, seen) + times * of_indexer
 
 
-def _needed(model: ModelConfig) -> str:
+def _needed(model: ModelConfig) -> str | None:
     if model.hybrid_layer_pattern is not None:
         return in_pattern("sparse attention", SPARSE_LETTER)
+    if model.experimental_attention_variant == "dsa":  # which says itself what it needs
+        return None
     return "--multi-latent-attention and --experimental-attention-variant dsa"
 
 
@@ -85,3 +92,5 @@ SPARSE_ATTENTION = Kind(
     _problems,
     lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
 )
+WITHOUT_INDEXER = replace(SPARSE_ATTENTION, weights=latent_weights, products=_products_without_indexer)
+"""Costs of a layer that attends to the keys which another one has chosen."""

@@ -14,8 +14,8 @@ from megalite.config.kinds.kind import Kind, Split
 from megalite.config.kinds.latent_attention import LATENT_ATTENTION
 from megalite.config.kinds.mamba import MAMBA
 from megalite.config.kinds.short_convolution import SHORT_CONVOLUTION
-from megalite.config.kinds.sparse_attention import SPARSE_ATTENTION
-from megalite.config.layer_specs import FeedForward, Mixer
+from megalite.config.kinds.sparse_attention import SPARSE_ATTENTION, WITHOUT_INDEXER
+from megalite.config.layer_specs import FeedForward, LayerSpec, Mixer
 from megalite.config.model import ModelConfig
 
 KINDS: dict[Mixer | FeedForward, Kind] = {
@@ -30,6 +30,12 @@ KINDS: dict[Mixer | FeedForward, Kind] = {
     "short_convolution": SHORT_CONVOLUTION,
 }
 """Kinds of layers, by the names of halves in `LayerSpec`; `megalite/library/layer_kinds.py` adds those of a program."""
+
+
+def kinds_of(layer: LayerSpec) -> list[Kind]:
+    """Return the kinds of a layer's halves, the mixer first."""
+    kinds = {**KINDS, "sparse_attention": SPARSE_ATTENTION if layer.chooses else WITHOUT_INDEXER}
+    return [kinds[name] for name in layer.kinds]
 
 
 def kind_problems(model: ModelConfig) -> Iterator[str]:

@@ -86,6 +86,7 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
     size = RANKS // config.parallel.pipeline_model_parallel_size
     for stage in {0, len(plan.memory) - 1}:
         wanted = dry_run(config, RANKS, stage * size)
+        assert not wanted.misplaced
         memory = plan.memory[stage]
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(memory, kind) == pytest.approx(getattr(wanted.memory, kind), rel=2e-3), kind
