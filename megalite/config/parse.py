@@ -152,8 +152,8 @@ def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) ->
     }
     others = (other for name, names in layers.items() if name in given for other in names.split())
     dropped = {other for other in others if other not in given}
-    letters = given.get("hybrid_layer_pattern") or SPARSE_LETTER
-    if SPARSE_LETTER not in letters or given.get("experimental_attention_variant", "dsa") != "dsa":
+    pattern, variant = given.get("hybrid_layer_pattern"), given.get("experimental_attention_variant", "dsa")
+    if variant != "dsa" or (pattern is not None and SPARSE_LETTER not in pattern):
         dropped |= {name for name in saved if name.startswith("dsa_") and name not in given}
     return {name: value for name, value in saved.items() if name not in dropped}
 
