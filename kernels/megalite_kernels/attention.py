@@ -149,8 +149,9 @@ def attention(
     fused = cap is None and (dropout is None or draws_its_own(query.device, query.dtype, cap))
     if query.shape[-1] != value.shape[-1] and (fused or isinstance(mask, BlockMask)):
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        wide = same_width(query, key, value)
-        return attention(*wide, mask, scale=scale, cap=cap, dropout=dropout)[..., : value.shape[-1]]
+        width = value.shape[-1]
+        query, key, value = same_width(query, key, value)
+        return attention(query, key, value, mask, scale=scale, cap=cap, dropout=dropout)[..., :width]
     if isinstance(mask, BlockMask):
         output: Tensor = (
             _BlocksOnMeta.apply(query, key, value)[0]
@@ -171,14 +172,14 @@ def attention(
     )
 
 
-def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill up the heads of all three, or of values, with zeros to one width: fused operators take no other.
+def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Fill up heads of queries, keys and values with zeros to one width: fused operators take no other.
 
     Scores stay the same, and the output has zeros beyond the width of the values.
     """
-    width = max(query.shape[-1], value.shape[-1])
-    query, key, value = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
-    return query, key, value
+    width = max(each.shape[-1] for each in tensors)
+    # A copy of zero columns more would be a copy all the same.
+    return tuple(each if each.shape[-1] == width else F.pad(each, (0, width - each.shape[-1])) for each in tensors)
 
 
 def draw_kept(dropout: DropoutMask, query: Tensor, keys: int) -> Tensor:
@@ -263,13 +264,13 @@ class _BlocksOnMeta(torch.autograd.Function):
 def masked_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
     """Compute scores [batch, heads, queries, keys] in fp32 or wider, with -inf for masked keys."""
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _wide_product(query, _for_heads_of(query, key)) * scale
+    scores = wide_product(query, _for_heads_of(query, key)) * scale
     if cap is not None:
         scores = soft_cap(scores, cap)
     return scores.masked_fill(~mask, -math.inf)
 
 
-def _wide_product(query: Tensor, key: Tensor) -> Tensor:
+def wide_product(query: Tensor, key: Tensor) -> Tensor:
     """Return query @ key, [batch, heads, queries, keys], in fp32 or wider: rounded to bf16, a softmax would be off."""
     wide = torch.promote_types(query.dtype, torch.float32)
     if query.dtype != wide and on_gpu(query) and torch.version.hip is None:
@@ -296,7 +297,8 @@ class _WideProduct(torch.autograd.Function):
 
 def _for_heads_of(query: Tensor, shared: Tensor) -> Tensor:
     """Repeat keys or values of groups for each of their heads."""
-    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+    heads = query.shape[1] // shared.shape[1]
+    return shared if heads == 1 else shared.repeat_interleave(heads, dim=1)
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor:

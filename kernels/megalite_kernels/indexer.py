@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.attention import masked_scores
+from megalite_kernels.attention import masked_scores, wide_product
 from megalite_kernels.implementation import on_gpu
 
 _ELEMENTS, _ON_GPU, _ROWS = 2**22, 2**26, 64
@@ -92,9 +92,9 @@ def index_scores(indices: Indices, *, relu: bool, heads: Sequence[slice] = (slic
 
 def _products(indices: Indices, heads: slice, *, relu: bool) -> Tensor:
     """Return the scaled products of queries and keys, [batch, queries, heads, keys] in fp32 or wider."""
-    wide = torch.promote_types(indices.query.dtype, torch.float32)
-    query, key = indices.query[:, :, heads].to(wide), indices.key.to(wide)
-    products = (query.flatten(1, 2) @ key.transpose(1, 2)).unflatten(1, query.shape[1:3])
+    query = indices.query[:, :, heads]
+    products = wide_product(query.flatten(1, 2).unsqueeze(1), indices.key.unsqueeze(1))
+    products = products.squeeze(1).unflatten(1, query.shape[1:3])
     products = products.mul_(1.0 / math.sqrt(query.shape[-1]))
     return products.relu_() if relu else products
 

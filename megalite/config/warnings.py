@@ -72,7 +72,7 @@ def _sparse_attention(config: RunConfig) -> Iterator[str]:
         yield "indexers are frozen: --dsa-indexer-loss-coeff above 0 trains them"
     topk = model.dsa_indexer_topk or 0
     if topk >= length and model.dsa_stage != "warmup":
-        yield f"--dsa-indexer-topk {topk} with --seq-length {length}: attention is to all keys, and costs no less"
+        yield f"--dsa-indexer-topk {topk} with --seq-length {length}: attention is to all keys"
 
 
 def _context_parallel(config: RunConfig) -> Iterator[str]:

@@ -291,7 +291,9 @@ class Router(nn.Module):
             bias = self.expert_bias.values
             bias += self.config.moe_router_bias_update_rate * missing.to(bias.dtype)
         if self.previous_load is not None:
-            self.previous_load.values.copy_(unbiased.double() / unbiased.sum().clamp(min=1))
+            # There are no tallies where indexers alone are trained: experts have no backward then.
+            load, chosen = self.previous_load.values, unbiased.sum()
+            load.copy_(torch.where(chosen > 0, unbiased.double() / chosen.clamp(min=1), load))
 
 
 def routing_rule(config: ModelConfig) -> RoutingRule:

@@ -32,7 +32,7 @@ from megalite.parallel.sequence import SequenceLayout, between
 from megalite.parallel.stage import NO_SUMS, TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated
-from megalite_kernels.attention import Kept, Mask, draw_kept, same_width
+from megalite_kernels.attention import Kept, Mask, draw_kept
 from megalite_kernels.attention_parts import attend, part_gradients
 from megalite_kernels.indexer import (
     Indices,
@@ -79,6 +79,7 @@ class SparseAttention(LatentAttention):
         self.shard, self.shards = context.shard, context.shards
         self.choice, self.layer, self.source = indexer, layer, layer if source is None else source
         self.shared = shared
+        self.core_is_fused = sizes.dropout == 0.0 and sizes.cap is None
         self.indexer = None
         if self.source == layer:
             rank = sizes.query_rank or sizes.hidden
@@ -171,7 +172,8 @@ class SparseAttention(LatentAttention):
         chosen = self._choose(indices, visible, context)
         key, value = self.keys_and_values(*latents.split(self.down_widths[-2:], dim=-1))
         blocks = Blocks(layout.places(torch.device("cpu")), visible, chosen)
-        is_plain = chosen is None and ranks == 1 and context.first_keys is None
+        # Without blocks, dropout and a cap would make whole arrays of queries times keys.
+        is_plain = chosen is None and ranks == 1 and context.first_keys is None and self.core_is_fused
         mixed = self.attend_to(query, key, value, None if is_plain else blocks, context)
         if indices is None or not self.choice.trained or not self.training:
             return mixed, NO_SUMS
@@ -300,11 +302,10 @@ class SparseCore:
         """Compute attention, as `LocalCore.__call__` does; with `Blocks`, to all keys of the sample, without sinks."""
         if not isinstance(mask, Blocks):
             return self.local(query, key, value, mask, layout, random, sink, measure)
-        width = value.shape[-1]
-        query, key, value = (each.permute(1, 2, 0, 3) for each in same_width(query, key, value))
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         options = _Options(self.local, layout, random if self.local.dropout > 0.0 else None, measure)
         mixed: Tensor = _InBlocks.apply(query, key, value, mask.chosen, replace(mask, chosen=None), options)
-        return mixed[..., :width].permute(2, 0, 1, 3).flatten(2)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
 class _Options(NamedTuple):
@@ -336,9 +337,9 @@ class _InBlocks(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, chosen: Tensor | None, blocks: Blocks, options: _Options
     ) -> Tensor:
         """Attend with a block of heads and queries at a time to the keys up to the block's last one."""
-        batch, heads, queries, width = query.shape
+        batch, heads, queries, _ = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
-        output = query.new_empty(queries, batch, heads, width).permute(1, 2, 0, 3)
+        output = query.new_empty(queries, batch, heads, value.shape[-1]).permute(1, 2, 0, 3)
         wide = torch.promote_types(query.dtype, torch.float32)
         lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
         parts = cut(queries, heads, batch * key.shape[2], query.device)
@@ -352,6 +353,8 @@ class _InBlocks(torch.autograd.Function):
                 if options.measure is not None:
                     of_heads = options.local.heads[some]
                     options.measure(of_heads, options.layout, own, of_keys, block["mask"], block["scale"], rows)
+        # Each query sees its own token, so one without keys has scores that are NaN, of which none is the best.
+        output.masked_fill_(lse.isneginf().unsqueeze(-1), torch.nan)
         ctx.parts, ctx.blocks, ctx.options = parts, blocks, options
         ctx.save_for_backward(query, key, value, chosen, output, lse)
         return output
@@ -423,7 +426,10 @@ class _Divergence(torch.autograd.Function):
                 sums = Indices(*gradients).of_rows(rows, mask.shape[-1])
                 add_index_gradients_(sums, block, of_scores, relu=relu, heads=heads)
         ctx.dtypes = [each.dtype for each in indices]
-        ctx.save_for_backward(*gradients)
+        # Half the memory, at a rounding more. In fp16 numbers could be too small before the scale of the loss.
+        narrow = torch.bfloat16 in ctx.dtypes
+        kept = [each.to(dtype) if narrow else each for each, dtype in zip(gradients, ctx.dtypes, strict=False)]
+        ctx.save_for_backward(*kept)
         return total
 
     @staticmethod

@@ -28,10 +28,10 @@ from megalite.tasks import memory
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters
+from megalite.training.kernels import drops_by_rank
 from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
-from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current, on_gpu
 
 _MATRICES = "matrices of layers"
@@ -186,9 +186,13 @@ def _optimizer(trainer: Summarized) -> dict[str, object]:
 
 
 def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """Return a note on the operator whose dropout differs between layouts."""
-    fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
-    if model.attention_dropout == 0.0 or not (fused and model.has_attention):
+    """Return a note on the operator whose dropout differs between layouts, or on dropout that is drawn slowly."""
+    if model.attention_dropout > 0.0 and "sparse_attention" in model.kinds and on_gpu(device):
+        return {
+            "dropout": "masks of sparse attention are drawn on the host, which may take longer than all else in a "
+            "step: --attention-dropout 0 draws none"
+        }
+    if not drops_by_rank(model, device, dtype):
         return {}
     return {
         "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: with another layout, "

@@ -70,8 +70,15 @@ def test_layers_that_share_choices_leave_out_their_indexers_alone(run: Run, tmp_
 
 
 def test_another_stage_needs_new_optimizer_state(run: Run, tmp_path: Path) -> None:
-    run(*FLAGS, *TRAINED, *words("--dsa-stage warmup"), "--save", tmp_path / "warm")
-    further = [*FLAGS, *TRAINED, *LONGER, "--load", tmp_path / "warm", "--save", tmp_path / "sparse"]
+    flags = [
+        *FLAGS,
+        *words("--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"),
+    ]
+    run(*flags, *TRAINED, *words("--dsa-stage warmup"), "--save", tmp_path / "warm")
+    saved = saved_tensors(tmp_path / "warm" / "iter_0000002")
+    loads = [values.tolist() for name, values in saved.items() if name.endswith("previous_load")]
+    assert loads == [[0.25] * 4] * 2  # as at the start: routers are frozen, too
+    further = [*flags, *TRAINED, *LONGER, "--load", tmp_path / "warm", "--save", tmp_path / "sparse"]
     refused = run(*further, expected=93).stderr
     assert "is of a run that trained other weights, and its optimizer state is not of those of this one" in refused
     assert "--dsa-stage warmup with --dsa-indexer-loss-coeff 1, here --dsa-stage sparse with" in refused

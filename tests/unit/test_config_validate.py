@@ -1036,7 +1036,7 @@ def test_coefficients_of_zero_are_noted() -> None:
 
 def test_indexers_that_change_nothing_are_noted() -> None:
     given = f"{VALID} {SPARSE} {INDEXER} --dsa-indexer-topk 1024".split()
-    all_keys = "--dsa-indexer-topk 1024 with --seq-length 32: attention is to all keys, and costs no less"
+    all_keys = "--dsa-indexer-topk 1024 with --seq-length 32: attention is to all keys"
     frozen = "indexers are frozen: --dsa-indexer-loss-coeff above 0 trains them"
     trained = ["--dsa-indexer-loss-coeff", "1"]
     assert parse_arguments(given).notes == (frozen, all_keys)

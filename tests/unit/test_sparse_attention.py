@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,9 +162,9 @@ def test_scores_are_in_fp32_whatever_the_weights_are(dtype: torch.dtype) -> None
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
-def made(indexing: str, **options: object) -> Network:
-    cell = Cell("llama", latents="narrow values", qk_layernorm=True, indexing=indexing, **options)  # type: ignore[arg-type]
-    network = make_network(model_config(cell), ParallelMesh(), torch.float64)
+def made(indexing: str, **changes: object) -> Network:
+    config = model_config(Cell("llama", latents="narrow values", qk_layernorm=True, indexing=indexing))
+    network = make_network(replace(config, **changes), ParallelMesh(), torch.float64)
     initialize(network.stage, 5)
     return network
 
@@ -238,11 +239,22 @@ class _Largest(TorchDispatchMode):
         return outputs
 
 
-@pytest.mark.parametrize("indexing", ["few", "sparse loss", "warmup"])
-def test_no_array_of_queries_times_keys_is_ever_whole(indexing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("indexing", "changes"),
+    [
+        ("few", {}),
+        ("sparse loss", {}),
+        ("warmup", {}),
+        ("warmup", {"attn_logit_softcapping": 50.0}),
+        ("warmup", {"attention_dropout": 0.1}),
+    ],
+)
+def test_no_array_of_queries_times_keys_is_ever_whole(
+    indexing: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(indexer, "_ELEMENTS", 2**12)
     length = 256
-    stage = made(indexing).stage.train()
+    stage = made(indexing, **changes).stage.train()
     with _Largest() as largest:
         terms = stage({}, text_of(length)).terms
         sum(each for each in terms.values() if each.requires_grad).backward()
@@ -281,6 +293,16 @@ def test_frozen_latents_that_travel_beside_keys_have_no_backward() -> None:
     joined = attention._with_keys(drawn(13, 1, 5), indices, lambda own: own)
     assert not joined.latents.requires_grad
     assert joined.indices.key.requires_grad
+
+
+@pytest.mark.parametrize("indexing", ["few", "sparse loss", "without loss"])
+def test_indexers_that_are_not_finite_do_not_go_unnoticed(indexing: str) -> None:
+    """Scores that are NaN have no best one, so a query would attend to nothing, without an error."""
+    stage = made(indexing).stage.train()
+    for name, each in stage.named_parameters():
+        if ".indexer.query" in name:
+            each.data.fill_(torch.nan)
+    assert stage({}, text_of(8)).terms["lm_loss"].isnan()
 
 
 def test_the_loss_of_indexers_is_not_computed_in_evaluation() -> None:
