@@ -272,11 +272,16 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None,
 
 def wide_product(query: Tensor, key: Tensor) -> Tensor:
     """Return query @ key, [batch, heads, queries, keys], in fp32 or wider: rounded to bf16, a softmax would be off."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    if query.dtype != wide and on_gpu(query) and torch.version.hip is None:
+    if multiplies_narrow(query):
         output: Tensor = _WideProduct.apply(query, key)
         return output
+    wide = torch.promote_types(query.dtype, torch.float32)
     return query.to(wide) @ key.to(wide).transpose(2, 3)
+
+
+def multiplies_narrow(query: Tensor) -> bool:
+    """Tell whether the device multiplies narrow numbers to wide ones, without wide copies of queries and keys."""
+    return on_gpu(query) and torch.version.hip is None and query.dtype in (torch.bfloat16, torch.float16)
 
 
 class _WideProduct(torch.autograd.Function):

@@ -103,9 +103,9 @@ def add_index_gradients_(
     sums: Indices, indices: Indices, of_scores: Tensor, *, relu: bool, heads: Sequence[slice] = (slice(None),)
 ) -> None:
     """Add the gradients of what the indexer has made, in fp32 or wider, to sums, from that of the scores."""
+    query, weights, key = (each.to(of_scores.dtype) for each in indices)
     for some in heads:
         products = _products(indices, some, relu=relu)
-        query, weights, key = (each.to(products.dtype) for each in (indices.query, indices.weights, indices.key))
         sums.weights[:, :, some] += (products @ of_scores.unsqueeze(-1)).squeeze(-1)
         of_products = weights[:, :, some].unsqueeze(-1) * of_scores.unsqueeze(2)
         if relu:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megalite_kernels.implementation import on_gpu
+from megalite_kernels.attention import multiplies_narrow, wide_product
 
 AT_ONCE = 2**25
 """Most logits in memory, of 4 bytes each."""
@@ -43,8 +43,8 @@ def largest_logits(
     """
     (batch, heads, rows, width), (groups, keys) = query.shape, key.shape[1:3]
     wide, each = torch.promote_types(query.dtype, torch.float32), heads // groups
-    dtype = query.dtype if _multiplies_narrow(query) else wide
-    query, key = query.unflatten(1, (groups, each)), key.transpose(2, 3)
+    dtype = query.dtype if multiplies_narrow(query) else wide  # keys are made wide once, not for each block of rows
+    query = query.unflatten(1, (groups, each))
     step = max(1, min(ROWS, at_once // (batch * each * keys)))
     together = max(1, at_once // (batch * each * min(step, rows) * keys))
     found = torch.full((groups, each), -math.inf, dtype=wide, device=query.device)
@@ -54,7 +54,8 @@ def largest_logits(
         for start in range(0, rows, step):
             own = slice(start, min(start + step, rows))
             seen = slice(0, own.stop if mask is None or mask == "causal" else keys)
-            logits = _products(query[:, some, :, own].to(dtype), of_some[..., seen], wide)
+            of_groups = wide_product(query[:, some, :, own].flatten(2, 3), of_some[:, :, seen])
+            logits = of_groups.unflatten(2, (each, -1))
             if (visible := _rows_of(mask, own, seen, query.device)) is not None:
                 logits.masked_fill_(~visible.unsqueeze(-3), -math.inf)
             of_rows = logits.amax(dim=4)
@@ -62,19 +63,6 @@ def largest_logits(
                 of_rows.masked_fill_(~counted[:, None, None, own], -math.inf)
             found[some] = torch.maximum(found[some], of_rows.amax(dim=(0, 3)))
     return found.flatten() * (1.0 / math.sqrt(width) if scale is None else scale)
-
-
-def _products(query: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply [batch, groups, heads of each, rows, width] with [batch, groups, width, keys], to numbers of `dtype`."""
-    batch, groups, each, rows, _ = query.shape
-    first, second = query.flatten(0, 1).flatten(1, 2), key.flatten(0, 1)
-    of_groups = first @ second if first.dtype == dtype else torch.bmm(first, second, out_dtype=dtype)
-    return of_groups.view(batch, groups, each, rows, -1)
-
-
-def _multiplies_narrow(query: Tensor) -> bool:
-    """Tell whether the device multiplies narrow numbers to wide logits, without wide copies of queries and keys."""
-    return on_gpu(query) and torch.version.hip is None and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _rows_of(mask: Visible, rows: slice, keys: slice, device: torch.device) -> Tensor | None:

@@ -201,9 +201,8 @@ def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int
     None is the number of a half that it lacks.
 
     Mixers of one kind are counted among themselves, as are those with latents, and all feed-forward layers, whatever
-    stands between. So the
-    n-th attention and the n-th feed-forward layer have the names, the initial values and the dropout of block n of a
-    GPT, whose checkpoint has a place for each of them.
+    stands between. So the n-th attention and the n-th feed-forward layer have the names, the initial values and the
+    dropout of block n of a GPT, whose checkpoint has a place for each of them.
     """
     counts: Counter[str] = Counter()
 

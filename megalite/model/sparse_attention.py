@@ -251,8 +251,6 @@ class _Joined(NamedTuple):
 
 def part_of(values: Tensor, dimension: int, rows: slice, shards: int) -> Tensor:
     """Return rows of each of `shards` equal parts of a dimension, one part after another."""
-    if shards == 1:
-        return values.narrow(dimension, rows.start, rows.stop - rows.start)
     parts = values.unflatten(dimension, (shards, -1)).narrow(dimension + 1, rows.start, rows.stop - rows.start)
     return parts.flatten(dimension, dimension + 1)
 
@@ -363,7 +361,6 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the blocks' probabilities again; gradients of keys and values add up in fp32 or wider."""
         query, key, value, chosen, output, lse = ctx.saved_tensors
-        query, key, value, output = query.detach(), key.detach(), value.detach(), output.detach()
         of_query = torch.empty_like(query)
         of_key, of_value = (torch.zeros(each.shape, dtype=lse.dtype, device=lse.device) for each in (key, value))
         for rows in ctx.parts.rows:

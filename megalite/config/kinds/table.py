@@ -34,8 +34,8 @@ KINDS: dict[Mixer | FeedForward, Kind] = {
 
 def kinds_of(layer: LayerSpec) -> list[Kind]:
     """Return the kinds of a layer's halves, the mixer first."""
-    kinds = {**KINDS, "sparse_attention": SPARSE_ATTENTION if layer.chooses else WITHOUT_INDEXER}
-    return [kinds[name] for name in layer.kinds]
+    shares = layer.mixer == "sparse_attention" and not layer.chooses
+    return [WITHOUT_INDEXER if shares and kind == layer.mixer else KINDS[kind] for kind in layer.kinds]
 
 
 def kind_problems(model: ModelConfig) -> Iterator[str]:
