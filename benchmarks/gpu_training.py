@@ -26,6 +26,10 @@ FAMILIES = {
     "experts": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-experts 8 "
     "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
+    "sparse": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --qk-layernorm "
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 "
+    "--dsa-indexer-topk 16 --dsa-indexer-loss-coeff 1 --qk-clip --qk-clip-threshold 0.05",
 }
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "

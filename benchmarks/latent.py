@@ -104,7 +104,7 @@ def attention_step(value_width: int) -> Step:
 class _WrittenOut(LatentAttention):
     """Latent attention that makes keys and values of all cached tokens."""
 
-    def _absorbing_is_less(self, queries: int, keys: int) -> bool:
+    def absorbing_is_less(self, queries: int, keys: int) -> bool:
         return False
 
 

@@ -86,6 +86,8 @@ class Network:
     latents: tuple[int | None, int, int, int, int] | None = None
     """Sizes of latent attention, in the place of attention: rank of queries and of the rest, width of keys, of what is
     rotated, of values."""
+    indexers: tuple[int, int] | None = None  # of sparse attention: heads, width
+    indexed: tuple[int, ...] = ()  # numbers of the layers of latent attention that have one
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -97,7 +99,7 @@ class Network:
     @property
     def latent_layers(self) -> int:
         """Number of layers of latent attention."""
-        return self.layers * bool(self.latents) if self.pattern is None else self.pattern.count("+")
+        return self.layers * bool(self.latents) if self.pattern is None else sum(map(self.pattern.count, "+D"))
 
     @property
     def small(self) -> float:
@@ -171,6 +173,11 @@ class Network:
             if self.output_gate:
                 found[name + "gate"] = ((self.heads, wide, self.hidden), self.std)
             found[name + "output"] = ((self.hidden, self.heads, wide), small)
+            if self.indexers is not None and layer in self.indexed:
+                heads, width = self.indexers
+                found[name + "indexer.query"] = ((heads, width, query_rank or self.hidden), self.std)
+                found[name + "indexer.key"] = ((width, self.hidden), self.std)
+                found[name + "indexer.weights"] = ((heads, self.hidden), self.std)
         heads, width, _, _ = self.kimi
         for layer in range((self.pattern or "").count("K")):
             name = f"layers.{layer}.kimi_delta."
@@ -269,6 +276,9 @@ class Network:
                 norms |= {} if query_rank is None else {name + ".query_norm": query_rank}
             if self.biases:
                 found[name + ".output_bias"] = (self.hidden,), 0.0
+            if self.indexers is not None and layer in self.indexed:
+                found[name + ".indexer.key_norm.weight"] = (self.indexers[1],), 0.0 if self.around_one else 1.0
+                found[name + ".indexer.key_norm.bias"] = (self.indexers[1],), 0.0
         for layer in range(feed_forwards):
             name = f"layers.{layer}."
             norms[name + "mlp_norm"] = self.hidden

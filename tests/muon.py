@@ -37,11 +37,15 @@ def matrices(name: str, tensor: Tensor, *, per_head: bool = False) -> Tensor | N
     """
     kind = name.split(".")[-1]
     of_heads = ("query", "key", "value", "key_value", "gate", "query_up", "key_value_up", "z", "decay_b", "gate_b")
+    if ".indexer." in name and kind in ("key", "weights"):
+        return tensor.unsqueeze(0)
     if per_head and kind in of_heads and "mamba" not in name and tensor.dim() > 2:
         return tensor.flatten(0, -3)
     own = (["mamba"], ["gated_delta"], ["kimi_delta"], ["short_convolution"], ["latent_attention"])
+    if ".indexer." in name and "norm" not in name:
+        return tensor.flatten(0, -2).unsqueeze(0)
     if name.split(".")[2:3] in own:
-        if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight") or kind.endswith("_bias"):
+        if kind.startswith("conv") or kind in ("A_log", "D", "dt_bias", "weight", "bias") or kind.endswith("_bias"):
             return None
         return tensor.flatten(1).unsqueeze(0) if kind == "output" else tensor.flatten(0, -2).unsqueeze(0)
     if kind == "key_value":
@@ -70,20 +74,49 @@ class Muon(torch.optim.Optimizer):
     """Muon for tensors that have matrices: groups with `params` (one) and `name`. Updates have AdamW's size: 0.2."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], momentum: float, *, nesterov: bool, per_head: bool = False
+        self,
+        groups: list[dict[str, Any]],
+        momentum: float,
+        *,
+        nesterov: bool,
+        per_head: bool = False,
+        fused: bool = False,
     ) -> None:
         self.momentum, self.nesterov, self.steps, self.per_head = momentum, nesterov, QUINTIC, per_head
+        self.fused = fused  # queries, gates, keys and values of attention are one matrix
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        together: dict[str, list[dict[str, Any]]] = {}
         for group in self.param_groups:
+            layer, _, part = group["name"].rpartition(".attention.")
+            whole = layer if self.fused and part in ("query", "gate", "key_value") else group["name"]
+            together.setdefault(whole, []).append(group)
+        for groups in together.values():
+            self._step(groups)
+
+    def _step(self, groups: list[dict[str, Any]]) -> None:
+        ahead = [self._ahead(group["params"][0]) for group in groups]
+        found = [
+            matrices(group["name"], each, per_head=self.per_head) for group, each in zip(groups, ahead, strict=True)
+        ]
+        parts = [each for each in found if each is not None]
+        assert len(parts) == len(groups)
+        if len(groups) == 1:
+            updates = [orthogonalized(parts[0], self.steps)]
+            scale = 0.2 * math.sqrt(max(parts[0].shape[1:]))
+        else:
+            rows = torch.cat([each.flatten(0, 1) for each in parts])
+            scale = 0.2 * math.sqrt(max(rows.shape))
+            of_parts = orthogonalized(rows, self.steps).split([len(each.flatten(0, 1)) for each in parts])
+            updates = [each.view(part.shape) for each, part in zip(of_parts, parts, strict=True)]
+        for group, update in zip(groups, updates, strict=True):
             (weight,) = group["params"]
-            average = self.state[weight].setdefault("average", torch.zeros_like(weight))
-            average.copy_(self.momentum * average + (1 - self.momentum) * weight.grad)
-            ahead = self.momentum * average + (1 - self.momentum) * weight.grad if self.nesterov else average
-            whole = matrices(group["name"], ahead, per_head=self.per_head)
-            assert whole is not None
-            scale = 0.2 * math.sqrt(max(whole.shape[1:]))
-            update = from_matrices(group["name"], scale * orthogonalized(whole, self.steps), weight.shape)
+            update = from_matrices(group["name"], scale * update, weight.shape)
             weight.copy_(weight - group["lr"] * (group["weight_decay"] * weight + update))
+
+    def _ahead(self, weight: Tensor) -> Tensor:
+        average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+        average.copy_(self.momentum * average + (1 - self.momentum) * weight.grad)
+        return self.momentum * average + (1 - self.momentum) * weight.grad if self.nesterov else average

@@ -37,6 +37,7 @@ from tests.dropout_rule import Dropout as Dropout
 from tests.experts_oracle import Experts, Inputs, Record
 from tests.latent_oracle import Latents
 from tests.mixers_oracle import Mixers
+from tests.sparse_oracle import Choices
 
 Weights = Mapping[str, Tensor]
 Halves = tuple[
@@ -55,6 +56,7 @@ class Routing:
     records: dict[str, Record] = field(default_factory=dict)
     replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
     offsets: Mapping[str, Tensor] = field(default_factory=dict)  # of quantile balancing
+    choices: Choices = field(default_factory=Choices)  # of indexers
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -65,7 +67,6 @@ class Oracle(Latents):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
-    norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
     glu_offset: float = 0.0  # of the up projection
     glu_limit: float = math.inf  # of the gate from above, and of the up projection on both sides
@@ -80,7 +81,7 @@ class Oracle(Latents):
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     experts: Experts | None = None  # of the layers with a router
     pattern: str | None = (
-        None  # a letter a layer: * or + attention, - or E feed-forward, M, G, L, K; None: both halves in each
+        None  # a letter a layer: *, + or D attention, - or E feed-forward, M, G, L, K; None: both halves in each
     )
     mixers: Mixers = field(default_factory=Mixers)
 
@@ -176,7 +177,10 @@ class Oracle(Latents):
         if (number := halves[0]) is not None:
             layer, dropped = f"layers.{number}.", functools.partial(dropout.probabilities, number)
             if layer + "latent_attention.output" in weights:
-                attended = self.latent_layer(weights, layer + "latent_attention", hidden, positions, visible, dropped)
+                routing = routing or Routing()
+                counted = None if routing.padding is None else ~routing.padding
+                shared = (positions, visible, dropped, routing.choices, counted)
+                attended = self.latent_layer(weights, layer + "latent_attention", hidden, *shared)
                 hidden = hidden + self.residual_scale * dropout.drop(attended, dropout.hidden, number, 8)
             else:
                 normed = self.norm_of_input(weights, layer + "input_norm", hidden)
@@ -240,7 +244,7 @@ class Oracle(Latents):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
-        scores = self.capped(scores)
+        scores = self.capped(self.noted(name, scores, visible))
         scores = scores.masked_fill(~visible, -math.inf)
         if self.off_by_one or name + "sink" in weights:
             sink = weights.get(name + "sink", scores.new_zeros(heads))
@@ -291,11 +295,12 @@ ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_
 
 
 def halves_of(pattern: str) -> list[Halves]:
-    """The halves of layers of one letter: attention (*, +) has numbers of its own, - and E together; others: none."""
-    before = [pattern[:place] for place in range(len(pattern))]
+    """The halves of layers of one letter: *, + and D together, - and E together have numbers; others have none."""
+    together = {"*": "*", "+": "+D", "D": "+D", "-": "-E", "E": "-E"}
+    numbers = [sum(map(pattern[:at].count, together.get(letter, ""))) for at, letter in enumerate(pattern)]
     return [
-        (text.count(letter) if letter in "*+" else None, text.count("-") + text.count("E") if letter in "-E" else None)
-        for letter, text in zip(pattern, before, strict=True)
+        (number if letter in "*+D" else None, number if letter in "-E" else None)
+        for letter, number in zip(pattern, numbers, strict=True)
     ]
 
 

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from tests.dropout_rule import Dropout
 from tests.oracle import RECURRENT, Oracle, Routing, Weights, loss_sum_and_count
+from tests.qk_clip import Array, note_all
 
-SITES = {"*": (1, 2), "+": (1, 8), "-": (3,), "E": (3,)} | {letter: (4 + n,) for n, letter in enumerate(RECURRENT)}
+SITES = {"*": (1, 2), "+": (1, 8), "D": (1, 8), "-": (3,), "E": (3,)} | {
+    letter: (4 + n,) for n, letter in enumerate(RECURRENT)
+}
 """Sites of the dropout of each letter's layers."""
 
 
@@ -72,6 +75,11 @@ class Depths:
         counts = {letter: of_depth.count(letter) for letter in of_depth}
         if not self.letters or set(of_depth) & set("-E"):
             counts |= dict.fromkeys("-E", of_depth.count("-") + of_depth.count("E"))
+        counts |= dict.fromkeys("+D", of_depth.count("+") + of_depth.count("D"))
+        of_latents = [letter for letter in of_depth if letter in "+D"]
+        sparse = frozenset(number for number, letter in enumerate(of_latents) if letter == "D")
+        if self.letters is None and oracle.sparse and len(main) // 2 - 1 in oracle.sparse:
+            sparse = frozenset({0})
         found = []
         table = weights["embedding.word"]
         if self.detached:
@@ -82,16 +90,22 @@ class Depths:
             own = {each.removeprefix(name): values for each, values in weights.items() if each.startswith(name)}
             begins = dict[int, int]()
             for letter, sites in SITES.items():
-                if letter in "*+" and letter not in main + of_depth:  # which share a site, and no network has both
+                if (
+                    letter in "*+D" and letter not in main + of_depth
+                ):  # which share sites: * and + are not in one network
                     continue
-                before = main.count(letter) if letter not in "-E" else main.count("-") + main.count("E")
+                together = {"+": "+D", "D": "+D", "-": "-E", "E": "-E"}.get(letter, letter)
+                before = sum(map(main.count, together))
                 step = max(counts.values()) if self.repeated else counts.get(letter, 0)
                 begins |= dict.fromkeys(sites, before + (depth - 1) * step)
             dropped = DropoutOfDepth(**vars(dropout), begins=begins)
+            noted = dict[str, Array]()
             layers = replace(
                 oracle,
+                largest=noted,
                 pattern=self.letters,
                 windows=oracle.windows[-1:] if self.letters is None else (),
+                sparse=sparse,
                 unrotated=(0,) if oracle.windows and len(main) // 2 - 1 in oracle.unrotated else (),
             )
             # Positions without such a token read token 0: nothing that counts sees them.
@@ -102,9 +116,12 @@ class Depths:
             inner = Routing(
                 {each.removeprefix(name): bias for each, bias in routing.biases.items() if each.startswith(name)},
                 routing.padding,
+                choices=routing.choices,
             )
             hidden = layers.run(own, joined, positions, documents, dropped, inner)
             routing.records.update({name + each: record for each, record in inner.records.items()})
+            if oracle.largest is not None:
+                note_all(oracle.largest, {name + layer: logits for layer, logits in noted.items()})
             hidden = oracle.norm(own, "final_norm", hidden)
             logits = oracle.logits_of(weights, hidden)[:, : length - depth]
             total, count = logits.new_zeros(()), logits.new_zeros(())

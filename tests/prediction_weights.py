@@ -49,6 +49,7 @@ class NetworkWithDepths(Network):
         alone = replace(
             alone, layers=1, pattern=self.letters, behind=behind, expert_layers=having, positions=0, tied=True
         )
+        alone = replace(alone, indexed=tuple(range(alone.latent_layers)))
         inner = getattr(alone, kind)()
         return {f"mtp.{n}.{name}": each for n in self.numbers for name, each in inner.items() if name != _TABLE}
 

@@ -149,8 +149,9 @@ def attention(
     fused = cap is None and (dropout is None or draws_its_own(query.device, query.dtype, cap))
     if query.shape[-1] != value.shape[-1] and (fused or isinstance(mask, BlockMask)):
         scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-        wide = same_width(query, key, value)
-        return attention(*wide, mask, scale=scale, cap=cap, dropout=dropout)[..., : value.shape[-1]]
+        width = value.shape[-1]
+        query, key, value = same_width(query, key, value)
+        return attention(query, key, value, mask, scale=scale, cap=cap, dropout=dropout)[..., :width]
     if isinstance(mask, BlockMask):
         output: Tensor = (
             _BlocksOnMeta.apply(query, key, value)[0]
@@ -160,7 +161,7 @@ def attention(
         return output
     if not fused:
         # Unfused: scaled_dot_product_attention supports neither a soft cap nor a given dropout mask.
-        scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
+        scores = masked_scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
         probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
         if dropout is not None:
             probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
@@ -171,14 +172,14 @@ def attention(
     )
 
 
-def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill up the heads of all three, or of values, with zeros to one width: fused operators take no other.
+def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Fill up heads of queries, keys and values with zeros to one width: fused operators take no other.
 
     Scores stay the same, and the output has zeros beyond the width of the values.
     """
-    width = max(query.shape[-1], value.shape[-1])
-    query, key, value = (F.pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
-    return query, key, value
+    width = max(each.shape[-1] for each in tensors)
+    # A copy of zero columns more would be a copy all the same.
+    return tuple(each if each.shape[-1] == width else F.pad(each, (0, width - each.shape[-1])) for each in tensors)
 
 
 def draw_kept(dropout: DropoutMask, query: Tensor, keys: int) -> Tensor:
@@ -226,7 +227,7 @@ def attention_with_lse(
     mask = _causal(query, key) if mask is None else mask
     # A softmax over no keys is NaN, and so is its gradient. Such queries see all keys here, and are masked afterwards.
     blind = ~mask.any(dim=-1, keepdim=True)
-    scores = _scores(query, key, mask | blind, scale, cap)
+    scores = masked_scores(query, key, mask | blind, scale, cap)
     lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)
     probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     if kept is not None:
@@ -260,19 +261,49 @@ class _BlocksOnMeta(torch.autograd.Function):
         return flash_attention_gradients(gradients[0], query, key, value, output, lse, None, True, 1.0)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
+def masked_scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
     """Compute scores [batch, heads, queries, keys] in fp32 or wider, with -inf for masked keys."""
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = query @ _for_heads_of(query, key).transpose(2, 3)
-    scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    scores = wide_product(query, _for_heads_of(query, key)) * scale
     if cap is not None:
         scores = soft_cap(scores, cap)
     return scores.masked_fill(~mask, -math.inf)
 
 
+def wide_product(query: Tensor, key: Tensor) -> Tensor:
+    """Return query @ key, [batch, heads, queries, keys], in fp32 or wider: rounded to bf16, a softmax would be off."""
+    if multiplies_narrow(query):
+        output: Tensor = _WideProduct.apply(query, key)
+        return output
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.to(wide) @ key.to(wide).transpose(2, 3)
+
+
+def multiplies_narrow(query: Tensor) -> bool:
+    """Tell whether the device multiplies narrow numbers to wide ones, without wide copies of queries and keys."""
+    return on_gpu(query) and torch.version.hip is None and query.dtype in (torch.bfloat16, torch.float16)
+
+
+class _WideProduct(torch.autograd.Function):
+    """Product of narrow queries and keys on a GPU, whose sums are wide, without wide copies of them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key)
+        product = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+        return product.unflatten(0, query.shape[:2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = ctx.saved_tensors
+        gradient = gradients[0].to(query.dtype)
+        return gradient @ key, gradient.transpose(2, 3) @ query
+
+
 def _for_heads_of(query: Tensor, shared: Tensor) -> Tensor:
     """Repeat keys or values of groups for each of their heads."""
-    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+    heads = query.shape[1] // shared.shape[1]
+    return shared if heads == 1 else shared.repeat_interleave(heads, dim=1)
 
 
 def _causal(query: Tensor, key: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megalite_kernels.attention import Kept, as_addend, attention_with_lse
+from megalite_kernels.attention import Kept, as_addend, attention_with_lse, same_width
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 
@@ -42,7 +42,7 @@ def attend(
     Args:
         query: [batch, heads, queries, width].
         key: [batch, groups, keys, width]; consecutive heads share a group.
-        value: as `key`.
+        value: as `key`, of any width, which is that of the output.
         mask: the keys that each query sees.
         scale: factor of the scores.
         cap: soft cap of the scores; None for no cap.
@@ -53,7 +53,10 @@ def attend(
         sees no key has the output 0 and the lse -inf.
     """
     if takes_flash(query, mask, cap, kept):
+        width = value.shape[-1]
+        query, key, value = same_width(query, key, value)
         output, lse = flash_attention(query, key, value, _additive(mask, query), mask == "causal", scale)
+        output = output[..., :width]
         if isinstance(mask, Tensor):  # for a query without keys, the operator's lse is 0
             lse = lse.masked_fill(~mask.any(dim=-1), -torch.inf)
         return output, lse
@@ -86,7 +89,11 @@ def part_gradients(
     if takes_flash(query, mask, cap, kept):
         bias, causal = _additive(mask, query), mask == "causal"
         lse = lse.contiguous()  # the operator of GPUs takes it so, without a check
-        return flash_attention_gradients(gradient, query, key, value, output, lse, bias, causal, scale)
+        widths = query.shape[-1], key.shape[-1], value.shape[-1]
+        gradient, query, key, value, output = same_width(gradient, query, key, value, output)
+        found = flash_attention_gradients(gradient, query, key, value, output, lse, bias, causal, scale)
+        of_query, of_key, of_value = (each[..., :width] for each, width in zip(found, widths, strict=True))
+        return of_query, of_key, of_value
     with torch.enable_grad():
         inputs = [each.detach().requires_grad_() for each in (query, key, value)]
         own = attention_with_lse(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
+    indexers_agree,
     model_config,
     same_depths,
     saved_section,
@@ -44,6 +45,7 @@ __all__ = [
     "find_candidates",
     "find_iteration",
     "find_iterations",
+    "indexers_agree",
     "iteration_of",
     "latest",
     "load",

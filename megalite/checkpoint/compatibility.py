@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from megalite.config.fields import named
 from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.layer_specs import NEXT_STAGE, pattern_of
 from megalite.config.model import ModelConfig, as_gpt
 from megalite.config.run import fields_by_name, fits, section_types
@@ -30,9 +31,13 @@ NOT_THE_FUNCTION = {
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
     *("mtp_loss_scaling_factor", "mtp_detach_heads"),
+    *("dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss", "dsa_stage"),
     *("mamba_chunk_size", "linear_chunk_size", "kda_chunk_size", "apply_wd_to_qk_layernorm"),
+    *("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "log_max_attention_logit"),
 }
 
+_CHOOSING = "dsa_indexer_topk_freq"
+_NOT_OF_INDEXERS = {*NOT_THE_FUNCTION, "dsa_indexer_skip_topk_offset"}
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
@@ -76,9 +81,17 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
 
 
 def same_depths(saved: ModelConfig, model: ModelConfig) -> bool:
-    """Tell whether two networks have the same depths of multi-token prediction."""
-    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in map(function_of, (saved, model)))
+    """Tell whether two networks have the same depths of multi-token prediction, but for indexers."""
+    functions = map(function_of, map(without_indexers, (saved, model)))
+    theirs, ours = ({name: f[name] for name in f if name.startswith("mtp_")} for f in functions)
     return theirs == ours
+
+
+def indexers_agree(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Tell whether indexers that both of two networks have give the same scores; true if one has none."""
+    given = [_of_indexers(each) for each in (saved, model)]
+    theirs, ours = ({**each, _CHOOSING: None, "dsa_indexer_topk": None} for each in given)
+    return theirs == ours or None in [each["dsa_indexer_topk"] for each in given]
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
@@ -109,6 +122,10 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         if any(name.startswith("mtp_") for name in different):
             lines.append("  (--finetune leaves out the depths of the checkpoint, and begins those of the run anew)")
+        if _CHOOSING in different:
+            lines.append("  (--finetune leaves out indexers that the run lacks, and begins those that it adds anew)")
+        elif "dsa_indexer_topk" in different:
+            lines.append("  (--finetune goes on with indexers that choose another number of keys)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
@@ -143,9 +160,10 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     if model.has_latents:
         epsilon = model.norm_epsilon if model.latent_norm_epsilon is None else model.latent_norm_epsilon
         values["latent_norm_epsilon"] = epsilon if model.qk_layernorm else None
+    values |= _of_indexers(model)
     values["mtp_hybrid_override_pattern"] = pattern_of(model.depth_layers) or None
     values["mtp_use_repeated_layer"] = model.own_depths < model.depths
-    del values["group_query_attention"], values["window_attn_skip_freq"]
+    del values["group_query_attention"], values["window_attn_skip_freq"], values["dsa_indexer_skip_topk_offset"]
     if not model.rotary:
         values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
         values |= dict.fromkeys(("window_rotary_base", "use_rope_scaling"))
@@ -171,3 +189,16 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     return values
+
+
+def _of_indexers(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of indexers that decide which keys are chosen, and which layers have one."""
+    names = [f.name for f in fields(model) if f.name.startswith("dsa_") and f.name not in _NOT_OF_INDEXERS]
+    if "sparse_attention" not in model.kinds:
+        return dict.fromkeys(names)
+    epsilon = model.norm_epsilon if model.dsa_indexer_k_norm_epsilon is None else model.dsa_indexer_k_norm_epsilon
+    return {name: getattr(model, name) for name in names} | {
+        _CHOOSING: [layer.chooses for layer in model.layers if layer.mixer == "sparse_attention"],
+        "dsa_indexer_rope_interleaved": model.dsa_indexer_rope_interleaved if model.rotary else None,
+        "dsa_indexer_k_norm_epsilon": epsilon,
+    }

@@ -38,6 +38,7 @@ NonNegativeFloat = Annotated[float, _AT_LEAST_ZERO]
 CapacityFactor = Annotated[float, Range("above 0 (leave it out to drop nothing)", lambda value: value > 0)]
 Share = Annotated[float, Range("from 0 to 1", lambda value: 0 <= value <= 1)]
 ShareAboveZero = Annotated[float, Range("above 0, at most 1", lambda value: 0 < value <= 1)]
+ShareInside = Annotated[float, Range("above 0 and below 1", lambda value: 0 < value < 1)]
 ShareBelowOne = Annotated[float, Range("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Workers = Annotated[PositiveInt, at_most(1024)]
 CORES = cores()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
-from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, kinds_with_core
+from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, LayerSpec, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig
@@ -43,12 +43,18 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         since = f", since {why_no_attention(config.model)}"
         yield "model", OF_ATTENTION, since
         yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
+    attention = {layer.mixer for layer in _layers(config.model) if layer.attends}
+    if attention == {"sparse_attention"}:
+        since = ", since sparse attention gathers the latents of a sample"
+        yield "parallel", "cp_comm_type hierarchical_context_parallel_sizes", since
     if config.model.has_latents:
         yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
         if config.model.position_embedding_type == "rope" and config.model.rotary_scaling_factor == 1:
             yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
+    if not config.model.qk_clip:
+        yield "model", "qk_clip_alpha qk_clip_threshold", " without --qk-clip"
     if config.model.hybrid_layer_pattern is not None:
         yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
@@ -68,6 +74,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "parallel", "align_grad_reduce", f" {why}"
     if config.model.kinds and config.model.kinds <= _WITHOUT_QUERIES:
         yield "optimizer", "muon_split_qkv_per_head", ", since no layer has queries, keys and values"
+    if config.model.kinds and "attention" not in config.model.kinds:
+        yield "optimizer", "muon_split_qkv", ", since no layer has attention without latents"
     if config.optimizer.lr_decay_style != "WSD":
         yield "optimizer", "lr_wsd_decay_style", " without --lr-decay-style WSD"
     if not config.optimizer.narrow:
@@ -80,6 +88,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
+
+
+def _layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the layers; none if a flag that describes them cannot be parsed, which is reported elsewhere."""
+    return model.all_layers if model.kinds else ()
 
 
 def why_no_attention(model: ModelConfig) -> str:

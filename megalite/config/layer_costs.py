@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config.kinds.table import KINDS
+from megalite.config.kinds.table import KINDS, kinds_of
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
 
@@ -16,8 +16,8 @@ def least_parameters(model: ModelConfig) -> int:
     if model.position_embedding_type == "learned_absolute":
         rows += model.max_position_embeddings or 0
     try:
-        kinds = [kind for layer in model.all_layers for kind in layer.kinds]
+        kinds = [kind for layer in model.all_layers for kind in kinds_of(layer)]
     except ConfigurationError:  # reported elsewhere
-        kinds = ["attention", "dense"] * model.num_layers
+        kinds = [KINDS["attention"], KINDS["dense"]] * model.num_layers
     rows += 2 * model.hidden_size * model.own_depths  # the projections of depths
-    return model.hidden_size * rows + sum(kinds.count(name) * kind.weights(model) for name, kind in KINDS.items())
+    return model.hidden_size * rows + sum(kind.weights(model) for kind in kinds)

@@ -18,13 +18,16 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 Mixer = str
-"""Kind of mixer: attention, latent_attention, mamba, gated_delta, kimi_delta, short_convolution, or a program's own."""
+"""Kind of mixer: attention, latent_attention, sparse_attention, mamba, gated_delta, kimi_delta, short_convolution, or a
+program's own."""
 FeedForward = Literal["dense", "moe"]
 Names = tuple[str | None, str | None]
 """Begin of the names of a layer's mixer and feed-forward layer; None for one that it lacks."""
 PATTERN_FLAG = "--hybrid-layer-pattern"
 MAMBA_LETTER, DELTA_LETTER, CONVOLUTION_LETTER, KIMI_LETTER = "M", "G", "L", "K"
-ATTENTION_LETTER, LATENT_LETTER, EXPERTS_LETTER, NEXT_STAGE, NEXT_DEPTH = "*", "+", "E", "|", "/"
+ATTENTION_LETTER, LATENT_LETTER, SPARSE_LETTER, EXPERTS_LETTER, NEXT_STAGE, NEXT_DEPTH = "*", "+", "D", "E", "|", "/"
+KINDS_WITH_LATENTS = frozenset({"latent_attention", "sparse_attention"})
+"""Attention over latents. Layers of both have weights of the same names; the sparse ones may have an indexer, too."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class LayerSpec:
             all.
         rotary: True if attention rotates queries and keys, in a network that has rotary positions.
         output_norm: True if the layer normalises what its halves put out instead of what they read.
+        chooses: False if sparse attention takes the keys that the last layer with an indexer has chosen.
     """
 
     mixer: Mixer | None = "attention"
@@ -45,11 +49,12 @@ class LayerSpec:
     keys_before: int | None = None
     rotary: bool = True
     output_norm: bool = False
+    chooses: bool = True
 
     @property
     def attends(self) -> bool:
         """True if the mixer computes scores of queries and keys."""
-        return self.mixer in ("attention", "latent_attention")
+        return self.mixer == "attention" or self.mixer in KINDS_WITH_LATENTS
 
     @property
     def kinds(self) -> tuple[Mixer | FeedForward, ...]:
@@ -93,13 +98,11 @@ LETTERS: dict[str, Letter] = {
     CONVOLUTION_LETTER: Letter(LayerSpec("short_convolution", None), "short convolution", reads_attention=False),
     ATTENTION_LETTER: Letter(LayerSpec("attention", None), "attention", has_core=True),
     LATENT_LETTER: Letter(LayerSpec("latent_attention", None), "latent attention", has_core=True),
+    SPARSE_LETTER: Letter(LayerSpec("sparse_attention", None), "sparse attention", has_core=True),
     "-": Letter(LayerSpec(None, "dense"), "dense feed-forward", reads_attention=False),
     EXPERTS_LETTER: Letter(LayerSpec(None, "moe"), "experts", reads_attention=False),
 }
 """Letters of a pattern; `megalite/library/layer_kinds.py` adds those of a program."""
-_LATER = {
-    "D": "sparse attention",
-}
 
 
 def kinds_with_core() -> frozenset[Mixer | FeedForward]:
@@ -114,7 +117,7 @@ def kinds_without_attention() -> frozenset[Mixer | FeedForward]:
 
 def is_free(letter: str) -> bool:
     """Tell whether a program may give a letter a meaning: one that Megatron-LM's language and this one leave free."""
-    return len(letter) == 1 and letter.isascii() and letter.isalpha() and letter not in {*LETTERS, *_LATER}
+    return len(letter) == 1 and letter.isascii() and letter.isalpha() and letter not in LETTERS
 
 
 def count_of_pattern(pattern: str) -> int:
@@ -129,7 +132,7 @@ def specs_of_letters(pattern: str, what: str = PATTERN_FLAG) -> list[LayerSpec]:
     `what`: what the pattern is of, in messages.
 
     Raises:
-        ConfigurationError: the pattern has no layer, or a letter that is unknown or not supported.
+        ConfigurationError: the pattern has no layer, or a letter that is unknown.
     """
     specs = []
     for place, letter in enumerate(pattern, start=1):
@@ -137,9 +140,8 @@ def specs_of_letters(pattern: str, what: str = PATTERN_FLAG) -> list[LayerSpec]:
             continue
         if letter not in LETTERS:
             words = (f"{known} {each.words}" for known, each in LETTERS.items())
-            why = f"{_LATER[letter]}, which megalite does not have yet" if letter in _LATER else "unknown"
             raise ConfigurationError(
-                f"{what} {shown(pattern)}: {letter!r}, character {place}, is {why}; there are "
+                f"{what} {shown(pattern)}: {letter!r}, character {place}, is unknown; there are "
                 f"{', '.join(words)}, {NEXT_STAGE} next stage, {NEXT_DEPTH} depth that predicts a further token"
             )
         specs.append(LETTERS[letter].layer)
@@ -173,6 +175,20 @@ def specs_of_pattern(
     )
 
 
+def with_shared_choices(layers: Sequence[LayerSpec], every: int, offset: int) -> tuple[LayerSpec, ...]:
+    """Return the layers, of which those of sparse attention choose that are among the first `offset`, or so many on.
+
+    As in Megatron-LM, layers of all kinds are counted, from 1 on.
+    """
+
+    def shares(number: int, spec: LayerSpec) -> bool:
+        return spec.mixer == "sparse_attention" and max(number - max(offset, 1), 0) % every != 0
+
+    return tuple(
+        replace(spec, chooses=False) if shares(number, spec) else spec for number, spec in enumerate(layers, start=1)
+    )
+
+
 def pattern_of(layers: Sequence[LayerSpec]) -> str:
     """Return the letters of layers, those of both halves of a block of a GPT in order."""
     of_kinds = {each.kind: letter for letter, each in LETTERS.items()}
@@ -184,9 +200,9 @@ def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int
 
     None is the number of a half that it lacks.
 
-    Mixers of one kind are counted among themselves, and so are all feed-forward layers, whatever stands between. So the
-    n-th attention and the n-th feed-forward layer have the names, the initial values and the dropout of block n of a
-    GPT, whose checkpoint has a place for each of them.
+    Mixers of one kind are counted among themselves, as are those with latents, and all feed-forward layers, whatever
+    stands between. So the n-th attention and the n-th feed-forward layer have the names, the initial values and the
+    dropout of block n of a GPT, whose checkpoint has a place for each of them.
     """
     counts: Counter[str] = Counter()
 
@@ -196,7 +212,11 @@ def numbers_in_names(layers: Sequence[LayerSpec]) -> tuple[tuple[int | None, int
         counts[half] += 1
         return counts[half] - 1
 
-    return tuple((number(layer.mixer), number(layer.feed_forward and "feed-forward")) for layer in layers)
+    mixers = ("latents" if layer.mixer in KINDS_WITH_LATENTS else layer.mixer for layer in layers)
+    return tuple(
+        (number(mixer), number(layer.feed_forward and "feed-forward"))
+        for mixer, layer in zip(mixers, layers, strict=True)
+    )
 
 
 def specs_of_depth(layers: Sequence[LayerSpec], letters: str | None) -> tuple[LayerSpec, ...]:
@@ -210,10 +230,10 @@ def specs_of_depth(layers: Sequence[LayerSpec], letters: str | None) -> tuple[La
         letters: those of a depth; None for one layer as the network's last.
     """
     if letters is None:
-        return (layers[-1],)
+        return (replace(layers[-1], chooses=True),)
     last = {spec.kinds: spec for spec in layers}
     of_depth = specs_of_letters(letters, f"depth of {PATTERN_FLAG}, behind {NEXT_DEPTH},")
-    return tuple(last.get(spec.kinds, spec) for spec in of_depth)
+    return tuple(replace(last.get(spec.kinds, spec), chooses=True) for spec in of_depth)
 
 
 def layer_names(layers: Sequence[LayerSpec], of_depth: Sequence[LayerSpec], depths: int) -> tuple[Names, ...]:

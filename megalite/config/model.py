@@ -17,6 +17,7 @@ from megalite.config.fields import (
     PositiveInt,
     ShareAboveZero,
     ShareBelowOne,
+    ShareInside,
     at_most,
 )
 from megalite.config.layer_patterns import (
@@ -28,6 +29,7 @@ from megalite.config.layer_patterns import (
     layers_without_rotation,
 )
 from megalite.config.layer_specs import (
+    KINDS_WITH_LATENTS,
     PATTERN_FLAG,
     FeedForward,
     LayerSpec,
@@ -39,6 +41,7 @@ from megalite.config.layer_specs import (
     pattern_of,
     specs_of_depth,
     specs_of_pattern,
+    with_shared_choices,
 )
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -215,9 +218,9 @@ class ModelConfig:
     """Dropout on the attention probabilities."""
     hybrid_layer_pattern: str | None = None
     """Layers as letters, without num-layers: M Mamba-2, G gated delta net, K Kimi delta attention, L short convolution,
-    * attention, - dense feed-forward, E experts, each with its norm and its residual; | begins the next stage, as in
-    pipeline-model-parallel-layout, and / a depth that predicts a further token, all depths with the same letters.
-    Unset: every layer is attention and a feed-forward layer."""
+    * attention, + latent attention, D sparse attention, - dense feed-forward, E experts, each with its norm and its
+    residual; | begins the next stage, as in pipeline-model-parallel-layout, and / a depth that predicts a further
+    token, all depths with the same letters. Unset: every layer is attention and a feed-forward layer."""
     mamba_num_heads: PositiveInt | None = None
     """Heads of a Mamba-2 layer; unset: 2 x hidden-size / mamba-head-dim."""
     mamba_head_dim: PositiveInt = 64
@@ -304,10 +307,35 @@ class ModelConfig:
     """Width of the rotated part of queries and keys in latent attention, of which all heads share the key."""
     v_head_dim: PositiveInt = 128
     """Width of a head's values in latent attention."""
+    dsa_indexer_n_heads: PositiveInt | None = None
+    """Heads of the indexer of sparse attention (DeepSeek-V3.2), which chooses the keys that a query attends to."""
+    dsa_indexer_head_dim: PositiveInt | None = None
+    """Width of a head of the indexer; its first qk-pos-emb-head-dim channels are rotated."""
+    dsa_indexer_topk: PositiveInt | None = None
+    """Keys that the indexer chooses for each query; of equal scores, the first keys."""
+    dsa_indexer_topk_freq: PositiveInt = 1
+    """Layers, counted with all kinds, of which one of sparse attention has an indexer; those between attend to what it
+    has chosen."""
+    dsa_indexer_skip_topk_offset: NonNegativeInt = 0
+    """First layers, of all kinds, among which each one of sparse attention has an indexer."""
+    dsa_indexer_loss_coeff: NonNegativeFloat | None = None
+    """Weight of the indexer's loss, its divergence from attention's probabilities; 0 or unset: indexers are frozen."""
+    dsa_indexer_use_sparse_loss: bool = False
+    """Take the indexer's loss over the keys that it has chosen instead of all that a query sees."""
+    dsa_stage: Literal["warmup", "sparse", "indexer"] = "sparse"
+    """Stage of training with indexers. warmup: attention to all keys, and only indexers are trained; sparse: attention
+    to the chosen keys, and all is trained, indexers by their own loss alone; indexer: as sparse, but only indexers."""
+    dsa_indexer_rope_interleaved: bool = False
+    """Rotate channel 2i of the indexer with 2i + 1 (GLM-5), instead of channel i with i + half of the rotated ones."""
+    dsa_indexer_scoring_relu: bool = True
+    """Pass the products of the indexer's queries and keys through a ReLU."""
+    dsa_indexer_k_norm_epsilon: NonNegativeFloat | None = None
+    """Number added to the variance in the norm of the indexer's keys; unset: norm-epsilon."""
     latent_norm_epsilon: NonNegativeFloat | None = None
     """Number added to the variance in the norms of latents (qk-layernorm); unset: norm-epsilon."""
-    experimental_attention_variant: Literal["gated_delta_net"] | None = None
-    """Mixer of a GPT's layers that have no attention, by linear-attention-freq; unset: all have attention."""
+    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = None
+    """gated_delta_net: mixer of a GPT's layers that have no attention, by linear-attention-freq. dsa: sparse attention
+    in all layers of a GPT with latents, D in a pattern. Unset: neither."""
     linear_attention_freq: str | None = None
     """Layers whose mixer is experimental-attention-variant: N means all but every N-th; or a list of 1 (with) or 0 per
     layer, like ([1]*3+[0])*4."""
@@ -330,6 +358,20 @@ class ModelConfig:
     """Use one set of weights in all depths."""
     mtp_detach_heads: bool = False
     """Let the depths' losses train the depths alone: not the layers before them, the embedding and the output layer."""
+    qk_clip: bool = False
+    """After each update, scale the queries and keys of heads whose largest attention logit in the step is above
+    qk-clip-threshold (QK-Clip, arXiv:2507.20534; MuonClip with --optimizer muon), and record max_attention_logit."""
+    qk_clip_alpha: ShareInside = 0.5
+    """Exponent of the queries' part of the scaling; keys have the rest."""
+    qk_clip_threshold: PositiveFloat = 100.0
+    """Attention logit to which qk-clip scales the largest one of a head."""
+    log_max_attention_logit: bool = False
+    """Record in every step the largest attention logit, which qk-clip does, too."""
+
+    @property
+    def measures_logits(self) -> bool:
+        """True if training measures the largest logits of attention."""
+        return self.has_attention and (self.qk_clip or self.log_max_attention_logit)
 
     @property
     def rotary(self) -> bool:
@@ -353,19 +395,23 @@ class ModelConfig:
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         rotary = [not unrotated for unrotated in layers_without_rotation(self.no_rope_freq, self.num_layers)]
         behind = layers_with_output_norms(self.output_norm_freq, self.num_layers)
+        every, offset = self.dsa_indexer_topk_freq, self.dsa_indexer_skip_topk_offset
         if (pattern := self.hybrid_layer_pattern) is not None:
-            return specs_of_pattern(pattern, windows, rotary, behind)
+            return with_shared_choices(specs_of_pattern(pattern, windows, rotary, behind), every, offset)
         experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
-        freq = None if self.experimental_attention_variant is None else self.linear_attention_freq
+        variant = self.experimental_attention_variant
+        freq = self.linear_attention_freq if variant == "gated_delta_net" else None
         linear = layers_of_linear_attention(freq, self.num_layers)
-        mixer = "latent_attention" if self.multi_latent_attention else "attention"
+        with_latents = "sparse_attention" if variant == "dsa" else "latent_attention"
+        mixer = with_latents if self.multi_latent_attention else "attention"
         halves = (
             LayerSpec("gated_delta", "moe" if has_experts else "dense")
             if without_attention
             else LayerSpec(mixer, "moe" if has_experts else "dense", keys_before=before, rotary=rotated)
             for before, rotated, has_experts, without_attention in zip(windows, rotary, experts, linear, strict=True)
         )
-        return tuple(replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True))
+        specs = [replace(spec, output_norm=each) for spec, each in zip(halves, behind, strict=True)]
+        return with_shared_choices(specs, every, offset)
 
     @property
     def depths(self) -> int:
@@ -438,7 +484,17 @@ class ModelConfig:
     @property
     def has_latents(self) -> bool:
         """True if attention is over latents. No network has attention of both kinds."""
-        return "latent_attention" in self.kinds
+        return bool(KINDS_WITH_LATENTS & self.kinds)
+
+    @property
+    def trains_indexers(self) -> bool:
+        """True if the indexers of sparse attention have a loss; otherwise they are frozen."""
+        return bool(self.dsa_indexer_loss_coeff) and "sparse_attention" in self.kinds
+
+    @property
+    def trains_indexers_alone(self) -> bool:
+        """True if all weights but those of indexers are frozen."""
+        return self.dsa_stage != "sparse" and "sparse_attention" in self.kinds
 
     @property
     def score_width(self) -> int:
@@ -566,4 +622,5 @@ def with_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> ModelConfig:
         no_rope_freq=None if model.no_rope_freq is None else str(unrotated),
         output_norm_freq=None if model.output_norm_freq is None else str(behind),
         linear_attention_freq=None if model.linear_attention_freq is None else str(linear),
+        dsa_indexer_topk_freq=1,
     )

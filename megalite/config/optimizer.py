@@ -118,6 +118,8 @@ class OptimizerConfig:
     """Momentum of muon."""
     muon_nesterov: bool = False
     """Use Nesterov momentum for muon."""
+    muon_split_qkv: bool = True
+    """Let Muon orthogonalize queries, gates, keys and values of attention apart, instead of all as one matrix."""
     muon_split_qkv_per_head: bool = False
     """Let Muon orthogonalize the queries, keys and values of each head by themselves (GLM-5's Muon Split,
     arXiv:2602.15763), also the gates of attention and the matrices from latents, instead of those of all heads as one
@@ -184,6 +186,8 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
     if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
         wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
         yield f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {kind}: give {wanted}"
+    if optimizer.muon_split_qkv_per_head and not optimizer.muon_split_qkv:
+        yield "--muon-split-qkv-per-head and --no-muon-split-qkv (--muon-no-split-qkv) exclude each other: choose one"
     yield from _what_is_kept(optimizer, training)
 
 

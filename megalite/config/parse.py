@@ -16,7 +16,7 @@ from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import asked_help, flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.idle_flags import without_idle_flags
-from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, count_of_pattern
+from megalite.config.layer_specs import NEXT_STAGE, PATTERN_FLAG, SPARSE_LETTER, count_of_pattern
 from megalite.config.megatron_flags import Note
 from megalite.config.megatron_latents import RopeType, latent_notes, with_megatrons_rotation
 from megalite.config.near_checkpoints import folders_near
@@ -152,6 +152,9 @@ def _without_other_layers(saved: Mapping[str, Any], given: Mapping[str, Any]) ->
     }
     others = (other for name, names in layers.items() if name in given for other in names.split())
     dropped = {other for other in others if other not in given}
+    pattern, variant = given.get("hybrid_layer_pattern"), given.get("experimental_attention_variant", "dsa")
+    if variant != "dsa" or (pattern is not None and SPARSE_LETTER not in pattern):
+        dropped |= {name for name in saved if name.startswith("dsa_") and name not in given}
     return {name: value for name, value in saved.items() if name not in dropped}
 
 

@@ -8,7 +8,7 @@ depth of multi-token prediction, L the output layer and the loss; | begins the n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
@@ -127,10 +127,29 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         ]
         layers = [of_ranks[rank] for rank in _ranks_of_stages(parallel, chunks)]
     last = len(layers) - 1
-    return tuple(
+    stages = tuple(
         StageLayers(end - count, count, embedding=stage == 0, loss=stage == last)
         for stage, (end, count) in enumerate(zip(accumulate(layers), layers, strict=True))
     )
+    check_choices(model, stages)
+    return stages
+
+
+def check_choices(model: ModelConfig, stages: Iterable[StageLayers]) -> None:
+    """Raise ConfigurationError if a layer of sparse attention would attend to what one of another stage has chosen."""
+    if "sparse_attention" not in model.kinds:  # or layers are not known, which is reported elsewhere
+        return
+    flags = f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq}"
+    flags += f" and --dsa-indexer-skip-topk-offset {model.dsa_indexer_skip_topk_offset}"
+    for number, stage in enumerate(stages):
+        layers = model.layers[stage.first_layer : stage.first_layer + stage.layers]
+        first = next((layer for layer in layers if layer.mixer == "sparse_attention"), None)
+        if first is not None and not first.chooses:
+            raise ConfigurationError(
+                f"the first layer of sparse attention of stage {number} has no indexer ({flags}, which count layers of "
+                "all kinds), and what another stage has chosen does not reach it: change them, or divide the layers "
+                "otherwise"
+            )
 
 
 def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
 from megalite.config.validate_experts import expert_run_problems
+from megalite.config.validate_logits import logit_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
@@ -98,6 +99,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _layout(config),
         _communication(config),
         _synchronization(config, world_size),
+        logit_problems(config),
         _bitwise(config),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),

@@ -15,6 +15,7 @@ from megalite.config.layer_costs import least_parameters
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.config.prediction import depth_problems
+from megalite.config.validate_logits import clip_problems
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
@@ -69,6 +70,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     yield from depth_problems(model)
     yield from _variant(model)
     yield from kind_problems(model)
+    yield from clip_problems(model)
     if model.has_attention:
         yield from _rotary(model)
 
@@ -76,8 +78,10 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
 def _variant(model: ModelConfig) -> Iterator[str]:
     """Yield what is wrong with the mixer of those layers of a GPT that have no attention."""
     variant = model.experimental_attention_variant
-    if variant is None:
+    if variant != "gated_delta_net":
         yield from needs(model, "linear_attention_freq", "--experimental-attention-variant gated_delta_net")
+        if variant == "dsa" and not model.multi_latent_attention:
+            yield "--experimental-attention-variant dsa needs --multi-latent-attention"
     elif model.linear_attention_freq is None:
         yield f"--experimental-attention-variant {variant} needs --linear-attention-freq, for the layers that have it"
 

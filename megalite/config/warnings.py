@@ -44,6 +44,7 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
         lines.append("--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start")
     if model.moe_z_loss_coeff == 0:
         lines.append("--moe-z-loss-coeff 0: there is no z-loss, and none is recorded")
+    lines += _sparse_attention(config)
     layers = (training.recompute_num_layers or 1) if training.recompute_method == "uniform" else 1
     if config.parallel.zero_stage == 3 and layers > 1:
         lines.append(
@@ -60,6 +61,18 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
             "Megatron-LM's averages the means of the micro-batches, unless it is given --calculate-per-token-loss"
         )
     return tuple(lines)
+
+
+def _sparse_attention(config: RunConfig) -> Iterator[str]:
+    """Yield what makes indexers stay as they are, or choose all keys."""
+    model, length = config.model, config.data.seq_length
+    if "sparse_attention" not in model.kinds:
+        return
+    if not model.trains_indexers:
+        yield "indexers are frozen: --dsa-indexer-loss-coeff above 0 trains them"
+    topk = model.dsa_indexer_topk or 0
+    if topk >= length and model.dsa_stage != "warmup":
+        yield f"--dsa-indexer-topk {topk} with --seq-length {length}: attention is to all keys"
 
 
 def _context_parallel(config: RunConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.conversion.family import Family
-from megalite.conversion.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR
+from megalite.conversion.latent_families import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, KIMI_LINEAR
 from megalite.conversion.mamba_families import BAMBA, GRANITE, NEMOTRON_H
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 from megalite.conversion.position_keys import (
@@ -447,9 +447,6 @@ FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE, OLMO2, OLMOE, MINIMAX_M2, GPT_OSS),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
     *(NEMOTRON_H, BAMBA, GRANITE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, OLMO_HYBRID, LFM2),
-    *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_LINEAR),
+    *(DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM_MOE_DSA, KIMI_LINEAR),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
-
-LACKING = dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "sparse attention")
-"""Model types that are refused, with the parts of the network that megalite lacks."""

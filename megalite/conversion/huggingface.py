@@ -21,7 +21,7 @@ from megalite.config import ModelConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.delta_families import IMAGES
-from megalite.conversion.families import FAMILIES, LACKING
+from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
@@ -156,8 +156,6 @@ def family_of(folder: Path, config: Mapping[str, Any]) -> Family:
             [family.architecture],
         ):
             return family
-    if (lacking := LACKING.get(str(config.get("model_type")))) is not None:
-        raise CheckpointError(f"{folder / 'config.json'} is {config['model_type']}, for which megalite lacks {lacking}")
     known = ", ".join(family.architecture for family in FAMILIES)
     named = ", ".join(map(str, architectures[:8]))[:200] or "without an architecture"
     what = f"{shown(config.get('model_type'))}, {named}"

@@ -1,13 +1,23 @@
-"""Families of Hugging Face models with attention over latents: DeepSeek-V2, DeepSeek-V3, Kimi Linear."""
+"""Families of Hugging Face models with attention over latents: those of DeepSeek, GLM-5, Kimi Linear."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from megalite.config.layer_specs import EXPERTS_LETTER, LATENT_LETTER
 from megalite.conversion import block_fp8, latent_keys
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
-from megalite.conversion.latent_keys import LATENT_NORMS, kimi_letters, latent_rotary, latent_sizes, with_names
+from megalite.conversion.indexer_keys import INDEXERS, choosing_layers, indexer
+from megalite.conversion.latent_keys import (
+    LATENT_NORMS,
+    kimi_letters,
+    latent_rotary,
+    latent_sizes,
+    listed_dense_layers,
+    with_names,
+)
 from megalite.conversion.layer_keys import only_with
 from megalite.conversion.mapping import MappedBox, Rule, norm
 from megalite.conversion.prediction_layers import OF_DEPTHS
@@ -33,6 +43,16 @@ _LAYER = "model.layers.{layer}"
 _LATENTS = "latent_attention"
 
 
+def _matrices(file: str, tensor: str, *matrices: tuple[str, str, str]) -> tuple[Rule, ...]:
+    """Return the rules of matrices by the name in the files, that of the logical tensor, and the view of it.
+
+    `file`, `tensor`: what stands before these names.
+    """
+    return tuple(
+        Rule(f"{file}.{theirs}.weight", pattern, (MappedBox(f"{tensor}.{ours}"),)) for theirs, ours, pattern in matrices
+    )
+
+
 def _latent_attention() -> tuple[Rule, ...]:
     """Return the rules for attention over latents, of whose queries there may be a latent."""
     matrices = (
@@ -44,13 +64,21 @@ def _latent_attention() -> tuple[Rule, ...]:
         ("o_proj", "output", "hidden (heads latent_value) -> hidden heads latent_value"),
     )
     return (
-        *(
-            Rule(f"{ATTENTION}.{file}.weight", pattern, (MappedBox(f"{_LATENTS}.{tensor}"),))
-            for file, tensor, pattern in matrices
-        ),
+        *_matrices(ATTENTION, _LATENTS, *matrices),
         *norm(f"{ATTENTION}.q_a_layernorm", f"{_LATENTS}.query_norm", "query_rank"),
         *norm(f"{ATTENTION}.kv_a_layernorm", f"{_LATENTS}.key_value_norm", "latent_rank"),
     )
+
+
+def _indexer() -> tuple[Rule, ...]:
+    """Return the rules for an indexer."""
+    file, tensor = f"{ATTENTION}.indexer", f"{_LATENTS}.indexer"
+    matrices = (
+        ("wq_b", "query", "(index_heads index_width) index_input -> index_heads index_width index_input"),
+        ("wk", "key", "index_width hidden -> index_width hidden"),
+        ("weights_proj", "weights", "index_heads hidden -> index_heads hidden"),
+    )
+    return (*_matrices(file, tensor, *matrices), *norm(f"{file}.k_norm", f"{tensor}.key_norm", "index_width"))
 
 
 def _rules(block: str, *own: Rule) -> tuple[Rule, ...]:
@@ -117,30 +145,75 @@ DEEPSEEK_V2 = Family(
     unpack=block_fp8.unpacked,
 )
 
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    (
+
+def _of_v3(
+    *own: Keys, epsilon: float = 1e-6, groups: tuple[int, int] = (8, 4), sizes: tuple[Keys, ...]
+) -> tuple[Keys, ...]:
+    """Return the entries of DeepSeek-V3 and its like, and these.
+
+    `epsilon`, `groups`: the norms' epsilon, and the groups of experts and the chosen ones, if config.json lacks them.
+    """
+    return (
         *_SHARED,
         *SIZES,
-        key("rms_norm_eps", "norm_epsilon", 1e-6),
+        key("rms_norm_eps", "norm_epsilon", epsilon),
         *latent_rotary(),
         fixed("rope_interleave", True),
-        *latent_sizes(1536, 128),
+        *sizes,
         keys.num_experts("n_routed_experts", "num_local_experts"),
         *_of_experts(2048, 8, 2.5),
-        keys.leading_dense("first_k_dense_replace", 3),
-        keys.expert_groups(8, 4),
+        keys.expert_groups(*groups),
         fixed("topk_method", "noaux_tc"),
         fixed("scoring_func", "sigmoid"),
         keys.prediction_depths(),
-    ),
+        *own,
+    )
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _of_v3(keys.leading_dense("first_k_dense_replace", 3), sizes=latent_sizes(1536, 128)),
     _OF_ALL_LAYERS | SIGMOID,
     _rules(MLP, *experts(MLP), *OF_DEPTHS),
     rewritten=_rules(MLP, *fused_experts(MLP), *OF_DEPTHS),
     further=r"model\.layers\.({layers})\..*",
     other_names=("kimi_k2",),
     unpack=block_fp8.unpacked,
+)
+
+# ------------------------------------------------------------------------------------------------ sparse attention
+
+_WITHOUT_MLP_BIASES = fixed("mlp_bias", False)
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    name="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    keys=_of_v3(
+        _WITHOUT_MLP_BIASES,
+        listed_dense_layers(3),
+        *indexer(64, interleaved=False),
+        sizes=latent_sizes(1536, 128, ranked=True),
+    ),
+    always={**DEEPSEEK_V3.always, **INDEXERS},
+    rules=(*DEEPSEEK_V3.rules, *_indexer()),
+    rewritten=(*DEEPSEEK_V3.rewritten, *_indexer()),
+    other_names=(),
+)
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
+    name="glm_moe_dsa",
+    architecture="GlmMoeDsaForCausalLM",
+    keys=_of_v3(
+        _WITHOUT_MLP_BIASES,
+        listed_dense_layers(3),
+        *indexer(32, interleaved=True),
+        choosing_layers(),
+        epsilon=1e-5,
+        groups=(1, 1),
+        sizes=latent_sizes(2048, 64, widths=(192, 256), ranked=True),
+    ),
+    always={**DEEPSEEK_V32.always, "dsa_indexer_rope_interleaved": True},
 )
 
 # ------------------------------------------------------------------------------------------------ Kimi Linear

@@ -18,12 +18,18 @@ LATENT_NORMS = {"qk_layernorm": True, "latent_norm_epsilon": 1e-6}
 """Fields of the norms of latents, whose epsilon follows from no key."""
 
 
-def latent_sizes(query_rank: int | None, heads: int | None) -> tuple[Keys, ...]:
+def latent_sizes(
+    query_rank: int | None, heads: int | None, *, widths: tuple[int, int] = (128, 128), ranked: bool = False
+) -> tuple[Keys, ...]:
     """Return the entries for the sizes of attention over latents.
 
-    `query_rank`, `heads`: the rank of queries and the number of key-value heads if config.json lacks them.
+    `query_rank`, `heads`, `widths`: the rank of queries, the number of key-value heads, and the widths of the part of a
+    key without rotation and of a value, if config.json lacks them. `ranked`: the family always has a latent of queries.
     """
-    rank, groups = "q_lora_rank", "num_key_value_heads"
+    rank, groups, (key_width, value_width) = "q_lora_rank", "num_key_value_heads", widths
+    of_queries = Keys(
+        (rank,), lambda config: {rank: config.get(rank, query_rank)}, lambda model: {rank: model.q_lora_rank}
+    )
 
     def check_heads(config: Json) -> dict[str, Any]:
         if (found := config.get(groups, heads)) not in (None, config["num_attention_heads"]):
@@ -31,12 +37,12 @@ def latent_sizes(query_rank: int | None, heads: int | None) -> tuple[Keys, ...]:
         return {}
 
     return (
-        Keys((rank,), lambda config: {rank: config.get(rank, query_rank)}, lambda model: {rank: model.q_lora_rank}),
+        key(rank, rank, query_rank) if ranked else of_queries,
         key("kv_lora_rank", "kv_lora_rank", 512),
-        key("qk_nope_head_dim", "qk_head_dim", 128),
+        key("qk_nope_head_dim", "qk_head_dim", key_width),
         key("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
-        key("v_head_dim", "v_head_dim", 128),
-        _sum_of("qk_head_dim", {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}),
+        key("v_head_dim", "v_head_dim", value_width),
+        _sum_of("qk_head_dim", {"qk_nope_head_dim": key_width, "qk_rope_head_dim": 64}),
         Keys((groups,), check_heads, lambda model: {groups: model.num_attention_heads}),
     )
 
@@ -112,25 +118,59 @@ def kimi_letters(config: Json) -> str:
         mixers.add("".join(numbers[number + 1] for number in range(layers)))
     if len(mixers) != 1:
         raise CheckpointError(f"layer_types and {_OWN} differ" if mixers else f"it has no {_OWN} and no layer_types")
-    (letters,), feed_forwards = mixers, _feed_forwards(config, layers)
+    (letters,), feed_forwards = mixers, _feed_forwards(config, layers, 1)
     if not len(letters) == len(feed_forwards) == layers:
         raise CheckpointError(f"layer_types or {_TYPES} have another number of entries than there are layers, {layers}")
     return "".join(letter for pair in zip(letters, feed_forwards, strict=True) for letter in pair)
 
 
-def _feed_forwards(config: Json, layers: int) -> str:
-    """Return the letters of the feed-forward layers: the first ones are dense, or a list says which are."""
+def _feed_forwards(config: Json, layers: int, otherwise: int) -> str:
+    """Return the letters of the feed-forward layers: the first ones are dense, or a list says which are.
+
+    `otherwise`: how many if config.json says neither.
+    """
     kinds = config.get(_TYPES)
     listed = None if kinds is None else letters_of_kinds(_TYPES, kinds, _FEED_FORWARDS)
     if listed is not None and _DENSE not in config:
         return listed
-    dense = value_of(config, _DENSE, 1)
+    dense = value_of(config, _DENSE, otherwise)
     if type(dense) is not int or dense < 0:
         raise CheckpointError(f"{_DENSE} is {shown(dense)}, it must be a whole number")
     found = "-" * min(dense, layers) + EXPERTS_LETTER * (layers - dense)
     if listed not in (None, found):
         raise CheckpointError(f"{_TYPES} and {_DENSE} {dense} differ")
     return found
+
+
+def _written_feed_forwards(letters: str) -> dict[str, Any]:
+    """Return the key for feed-forward layers with these letters: for the number of dense ones, or for a list of all."""
+    dense = [*letters, EXPERTS_LETTER].index(EXPERTS_LETTER)
+    if "-" not in letters[dense:]:
+        return {_DENSE: dense}
+    kinds = {letter: kind for kind, letter in _FEED_FORWARDS.items()}
+    return {_TYPES: [kinds[letter] for letter in letters]}
+
+
+def listed_dense_layers(otherwise: int) -> Keys:
+    """Return the entry for the layers without experts: those in a list of all, or else the first ones.
+
+    `otherwise`: how many if config.json says neither.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        # transformers writes the number beside the list, whatever it is, and reads the list.
+        name = _DENSE if config.get(_TYPES) is None else _TYPES
+        said = {name: config[name]} if name in config else {}
+        letters = _feed_forwards(said, layers := layers_of(config), otherwise)
+        if len(letters) != layers or EXPERTS_LETTER not in letters:
+            raise CheckpointError(f"{_TYPES} or {_DENSE} does not fit {layers} layers, some of them with experts")
+        return {"moe_layer_freq": str([int(each == EXPERTS_LETTER) for each in letters]) if "-" in letters else None}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        letters = pattern_of(model.layers)
+        return _written_feed_forwards("".join(each for each in letters if each in _FEED_FORWARDS.values()))
+
+    return Keys((_TYPES, _DENSE), read, write)
 
 
 def kimi_layers() -> Keys:
@@ -149,18 +189,12 @@ def kimi_layers() -> Keys:
 
     def write(model: ModelConfig) -> dict[str, Any]:
         mixers, letters = mixers_of(model), pattern_of(model.layers)
-        feed_forwards = [letter for letter in letters if letter in _FEED_FORWARDS.values()]
+        feed_forwards = "".join(letter for letter in letters if letter in _FEED_FORWARDS.values())
         own: dict[str, Any] = {
             name: [place + 1 for place, each in enumerate(mixers) if each == letter] for name, letter in _LISTS.items()
         }
         own |= {name: getattr(model, field) for name, (_, field, _) in _SIZES.items()}
-        dense = [*feed_forwards, EXPERTS_LETTER].index(EXPERTS_LETTER)
-        written = {"num_hidden_layers": len(mixers), _OWN: own, _DENSE: dense}
-        if "-" in feed_forwards[dense:]:
-            del written[_DENSE]
-            kinds = {letter: kind for kind, letter in _FEED_FORWARDS.items()}
-            written[_TYPES] = [kinds[letter] for letter in feed_forwards]
-        return written
+        return {"num_hidden_layers": len(mixers), _OWN: own, **_written_feed_forwards(feed_forwards)}
 
     others = (other for other, _, _ in _SIZES.values())
     return Keys(("num_hidden_layers", "layer_types", _OWN, _TYPES, _DENSE, *others), read, write)

@@ -8,7 +8,7 @@ from megalite.config import ModelConfig
 from megalite.config.layer_specs import LayerSpec, numbers_in_names
 from megalite.model.layer_kinds import LAYER_KINDS
 
-_MODULES = {"dense": "mlp"}
+_MODULES = {"dense": "mlp", "sparse_attention": "latent_attention"}
 """Words in names for the modules of kinds, where a kind's own name is not the word."""
 _OF_DEPTH = ("embedding_norm", "hidden_norm", "projection", "final_norm")
 """Words in names for what a depth of multi-token prediction has beside its layers."""
@@ -46,7 +46,7 @@ def _begins(where: str, layers: Sequence[LayerSpec], halves: int) -> list[dict[s
 
 
 def mixer_axis_lengths(model: ModelConfig) -> dict[str, int]:
-    """Return the length of each axis of the weights of recurrent layers and of latent attention, by name."""
+    """Return the length of each axis of the weights of recurrent layers, latent attention and indexers, by name."""
     heads, width, groups, state = (
         model.mamba_heads,
         model.mamba_head_dim,
@@ -86,4 +86,7 @@ def mixer_axis_lengths(model: ModelConfig) -> dict[str, int]:
         "query_width": model.qk_head_dim + model.qk_pos_emb_head_dim,
         "key_and_value": model.qk_head_dim + model.v_head_dim,
         "latent_value": model.v_head_dim,
+        "index_heads": model.dsa_indexer_n_heads or 0,
+        "index_width": model.dsa_indexer_head_dim or 0,
+        "index_input": model.q_lora_rank or model.hidden_size,
     }

@@ -149,7 +149,9 @@ class _Stacked:
     def __init__(self, files: ToFiles, model: ModelConfig, vocabulary: int) -> None:
         """Name and stack the tensors. `vocabulary`: rows of the tables of tokens, with padding."""
         self._files = files
-        self._stacks = len({layer.kinds for layer in model.layers}) == 1 and model.hybrid_layer_pattern is None
+        self._stacks = (
+            len({(layer.kinds, layer.chooses) for layer in model.layers}) == 1 and model.hybrid_layer_pattern is None
+        )
         self._names: dict[str, str] = {}
         """Names in `files` by the written name; of stacked tensors the one in the first layer."""
         self.tensors: dict[str, Kind] = {}

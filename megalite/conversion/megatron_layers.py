@@ -17,6 +17,7 @@ from megalite.config.layer_specs import (
     MAMBA_LETTER,
     NEXT_DEPTH,
     NEXT_STAGE,
+    SPARSE_LETTER,
     pattern_of,
     specs_of_letters,
 )
@@ -26,11 +27,15 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
 NO_NETWORK = "megalite has no such network"
+_LATENTS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim"
 _OF_LETTERS = {
     MAMBA_LETTER: "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
     DELTA_LETTER: """linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
         linear_num_value_heads""",
-    LATENT_LETTER: "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim",
+    LATENT_LETTER: _LATENTS,
+    SPARSE_LETTER: f"""{_LATENTS} dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq
+        dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_indexer_rope_interleaved
+        dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon""",
 }
 """Fields of ModelConfig with the same name as an argument, which have a meaning only if there is such a layer."""
 _THEIRS = {*_OF_LETTERS, ATTENTION_LETTER, EXPERTS_LETTER, "-"}
@@ -73,7 +78,7 @@ def layers_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found |= {name: arguments[name] for name in FIELDS.split() if arguments.get(name) is not None}
     if (pattern := pattern_in(arguments)) is None:
         latents = {"multi_latent_attention": True} if arguments.get("multi_latent_attention") else {}
-        return found | latents | _sizes(arguments, LATENT_LETTER * bool(latents)) | _linear_attention(arguments)
+        return found | latents | _sizes(arguments, LATENT_LETTER * bool(latents)) | _variant(arguments)
     if not isinstance(pattern, str):
         return found | {"hybrid_layer_pattern": pattern}
     try:
@@ -88,10 +93,12 @@ def layers_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found | of_layers | {"hybrid_layer_pattern": letters, "num_layers": len(letters)}
 
 
-def _linear_attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a GPT with linear attention in some layers; empty for another one."""
+def _variant(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a GPT with linear attention in some layers, or sparse in all; empty for another one."""
     if (variant := arguments.get("experimental_attention_variant")) is None:
         return {}
+    if variant == "dsa":
+        return _sizes(arguments, SPARSE_LETTER) | {"experimental_attention_variant": variant}
     freq = arguments.get("linear_attention_freq")
     return _sizes(arguments, DELTA_LETTER) | {
         "experimental_attention_variant": "gated_delta_net" if variant == "gdn" else variant,
@@ -161,12 +168,27 @@ def layer_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--hybrid-layer-pattern with {' and '.join(others)}: such layers are not converted"
     if model.has_latents and model.attention_output_gate:
         yield "--attention-output-gate with latent attention: Megatron-LM has no such network"
+    if "sparse_attention" in model.kinds:
+        yield from _sparse_problems(model)
     if "gated_delta" in model.kinds:  # its norm and activation are the network's there
         if model.normalization != "RMSNorm" or model.apply_layernorm_1p:
             without = "a gated delta net without --normalization RMSNorm, or with --apply-layernorm-1p"
             yield f"{without}: its norm is the network's in Megatron-LM, and always a plain RMSNorm in megalite"
         if not model.swiglu:
             yield "a gated delta net without --swiglu: its activation is the network's in Megatron-LM, SiLU in megalite"
+
+
+def _sparse_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for what sparse attention has in one of the two programs alone."""
+    if model.hybrid_layer_pattern is not None and model.qk_layernorm:
+        yield "--qk-layernorm with D in --hybrid-layer-pattern: Megatron-LM's has no norms of latents there"
+    if model.add_bias_linear:
+        yield "--add-bias-linear with sparse attention: Megatron-LM has no such network"
+    if model.dsa_indexer_topk_freq > 1 and model.depths > 1:
+        yield (
+            f"--dsa-indexer-topk-freq {model.dsa_indexer_topk_freq} with several depths: Megatron-LM counts their "
+            "layers on, and here each one has an indexer"
+        )
 
 
 def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:
@@ -178,7 +200,9 @@ def arguments_of_layers(model: ModelConfig) -> dict[str, Any]:
         "no_rope_freq": [int(not layer.rotary) for layer in model.layers] if model.no_rope_freq is not None else None,
         **{name: getattr(model, name) for name in _names(pattern_of(model.all_layers))},
     }
-    if model.experimental_attention_variant is not None:
+    if model.experimental_attention_variant == "dsa":
+        arguments["experimental_attention_variant"] = "dsa"
+    elif model.experimental_attention_variant is not None:
         linear = [int(layer.mixer == "gated_delta") for layer in model.layers]
         arguments |= {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": linear}
     if model.has_latents:

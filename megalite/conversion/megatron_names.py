@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from megalite.config import ModelConfig
+from megalite.config.layer_specs import KINDS_WITH_LATENTS
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 
 WORD = "embedding.word_embeddings.weight"
@@ -146,6 +147,23 @@ def _latent_attention() -> tuple[Rule, ...]:
     )
 
 
+def _indexer() -> tuple[Rule, ...]:
+    """Return the rules of the indexer of sparse attention."""
+    matrices = {
+        "linear_wq_b": ("index_heads index_width", "index_input", "query"),
+        "linear_wk": ("index_width", "hidden", "key"),
+        "linear_weights_proj": ("index_heads", "hidden", "weights"),
+    }
+    begin, ours = _ATTENTION + "core_attention.indexer.", "latent_attention.indexer."
+    return (
+        *(
+            Rule(f"{begin}{file}.weight", f"({rows}) {columns} -> {rows} {columns}", (MappedBox(ours + part),))
+            for file, (rows, columns, part) in matrices.items()
+        ),
+        *norm(f"{begin}k_norm", f"{ours}key_norm", "index_width"),
+    )
+
+
 RULES: tuple[Rule, ...] = (
     table(WORD, "vocabulary", "embedding.word"),
     table("embedding.position_embeddings.weight", "positions", "embedding.position"),
@@ -164,6 +182,7 @@ RULES: tuple[Rule, ...] = (
     *_mamba(),
     *_gated_delta(),
     *_latent_attention(),
+    *_indexer(),
     *norm("decoder.final_layernorm", "final_norm"),
     table(OUTPUT, "vocabulary", "output"),
 )
@@ -204,21 +223,21 @@ def written(name: str, model: ModelConfig) -> str:
     """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
 
     The norm before experts is not fused with their first matrix, nor that before attention over latents, whose norms
-    are fused with the matrices that read them. That before a gated delta net is fused with its own. The norm after all
-    layers, and the layers of depths, have other names if there is a pattern of layers.
+    are fused with the matrices that read them unless it is sparse. That before a gated delta net is fused with its own.
+    The norm after all layers, and the layers of depths, have other names if there is a pattern of layers.
     """
     if model.hybrid_layer_pattern is not None:
         name = name.replace("decoder.final_layernorm.", "decoder.final_norm.")
     else:
         name = name.replace(".mtp_model_layer.", ".transformer_layer.")
-    if model.has_latents:
+    if "latent_attention" in model.kinds:
         name = _LATENT_NORM.sub(r".linear_\1_up_proj.layer_norm_", name)
     if (found := _NORM.fullmatch(name)) is None:
         return name
     layer = (model.depth_layers if name.startswith("mtp.") else model.layers)[int(found[2] or 0)]
     if layer.feed_forward == "moe" and found[3].startswith("mlp"):
         return f"{found[1]}pre_mlp_layernorm.{found[4]}"
-    if layer.mixer == "latent_attention" and found[3].startswith("self_attention"):
+    if layer.mixer in KINDS_WITH_LATENTS and found[3].startswith("self_attention"):
         return f"{found[1]}input_layernorm.{found[4]}"
     if layer.mixer == "gated_delta" and found[3].startswith("self_attention"):
         return f"{found[1]}self_attention.in_proj.layer_norm_{found[4]}"

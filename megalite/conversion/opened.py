@@ -14,6 +14,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import MODEL, STATE
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
+from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.layer_costs import least_parameters
 from megalite.config.prediction import without_depths
 from megalite.errors import CheckpointError
@@ -100,6 +101,13 @@ def tensors_of_depths(model: ModelConfig) -> set[str]:
     if not model.depths:
         return set()
     return tensors_of_training(model).keys() - tensors_of_training(without_depths(model)).keys()
+
+
+def tensors_of_indexers(model: ModelConfig) -> set[str]:
+    """Return the names of the weights of indexers."""
+    if "sparse_attention" not in model.kinds:
+        return set()
+    return tensors_of_training(model).keys() - tensors_of_training(without_indexers(model)).keys()
 
 
 def in_checkpoint(names: Iterable[str]) -> Iterator[str]:

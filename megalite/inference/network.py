@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.pipeline_layout import StageLayers
+from megalite.config.pipeline_layout import StageLayers, check_choices
 from megalite.config.validate_model import uneven_widths
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
@@ -125,6 +125,7 @@ def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parall
             f"{pp} stages are more than the model's {config.num_layers} layers: choose a smaller "
             "--pipeline-model-parallel-size"
         )
+    check_choices(config, stage_parts(config.num_layers, pp))
 
 
 def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:

@@ -16,6 +16,7 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.heads_norm import HeadsNorm
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.largest_logits import LargestLogits, LogitClip, ScaledRows
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
@@ -144,6 +145,7 @@ class Attention(nn.Module):
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
+        clip: LogitClip | None = None,
     ) -> None:
         """Make the layer.
 
@@ -154,6 +156,7 @@ class Attention(nn.Module):
             layer: number among the network's attention layers: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
+            clip: measure logits for this clip, which has no effect on normalised queries and keys; None: do not.
         """
         super().__init__()
         group = context.group("heads")
@@ -185,6 +188,12 @@ class Attention(nn.Module):
         self.heads_norm = None
         if norm_over_heads is not None:
             self.heads_norm = _heads_norm(context, name, sizes, *norm_over_heads)
+        self.largest_logits = None
+        if clip is not None:
+            # A key and its bias are scaled alike, as a query and its bias: logits are products of the two sums.
+            scaled = [ScaledRows(f"{name}.query{end}", range(sizes.width), clip.alpha) for end in ("", "_bias")]
+            scaled += [ScaledRows(f"{name}.key_value{end}", range(1), 1 - clip.alpha) for end in ("", "_bias")]
+            self.largest_logits = LargestLogits(context, clip, sizes.heads, sizes.groups, scaled)
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=self._key_value_of_head(sizes, group),
@@ -203,9 +212,10 @@ class Attention(nn.Module):
         heads, groups, width, hidden = sizes.heads, sizes.groups, sizes.width, sizes.hidden
         draw, matrices = Normal(sizes.std), "heads width hidden -> 1 (heads width) hidden"
         parts = ["query", "gate"] if sizes.output_gate else ["query"]
-        of_heads = [LogicalTensor(f"{name}.{part}", (heads, width, hidden), draw, True, matrices) for part in parts]
-        matrices = "groups two width hidden -> two (groups width) hidden"
-        key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
+        fused, shape = f"{name}.query_key_value", (heads, width, hidden)
+        of_heads = [LogicalTensor(f"{name}.{part}", shape, draw, True, matrices, fused=fused) for part in parts]
+        matrices, shape_of_groups = "groups two width hidden -> two (groups width) hidden", (groups, 2, width, hidden)
+        key_value = LogicalTensor(f"{name}.key_value", shape_of_groups, draw, True, matrices, fused=fused)
         biases: list[Sharding] = []
         if sizes.bias:
             zero = Constant(0.0)
@@ -234,7 +244,9 @@ class Attention(nn.Module):
         if (cache := context.cache) is not None:
             key, value = cache.of(self, KeyValueCache).extend(key, value, cache)
         random = context.key if self.training else None
-        mixed = self.core(query, key, value, context.masks[self.window], context.layout, random, self.sink)
+        mask, layout = context.masks[self.window], context.layout
+        measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
+        mixed = self.core(query, key, value, mask, layout, random, self.sink, measure)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megalite.model.sample_mask import SampleMask
+from megalite.parallel.largest_logits import Measure
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
@@ -48,6 +49,7 @@ class LocalCore:
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> Tensor:
         """Compute attention.
 
@@ -59,11 +61,15 @@ class LocalCore:
             layout: indices of the queries in their samples.
             random: key of the dropout; None for no dropout.
             sink: one more logit of the softmax for each head, without a value, [heads]; None for none.
+            measure: takes in the logits; None: nobody asks for them.
 
         Returns:
             Weighted values, [tokens, batch, heads * head_dim].
         """
         assert not isinstance(mask, SampleMask), "only context parallelism cuts samples"
+        if measure is not None:
+            of_keys = self._of_heads(key).permute(1, 2, 0, 3)
+            measure(self.heads, layout, query.permute(1, 2, 0, 3), of_keys, mask, self.scale)
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random, sink=sink)
         keeps = sink is None and keeps_scores(mask, self.cap)
         if (self.recompute or keeps) and torch.is_grad_enabled():
@@ -91,14 +97,17 @@ class LocalCore:
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if sink is None and draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        if not self.groups_are_even:
-            key, value = key[:, :, self.groups], value[:, :, self.groups]
+        key, value = self._of_heads(key), self._of_heads(value)
         query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         if sink is None:
             mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
         else:
             mixed = attention_with_sink(query, key, value, mask, sink, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _of_heads(self, shared: Tensor) -> Tensor:
+        """Return keys or values [tokens, batch, groups, head_dim], repeated per head if groups are uneven."""
+        return shared if self.groups_are_even else shared[:, :, self.groups]
 
     @functools.cached_property
     def groups_are_even(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -72,6 +72,7 @@ class MicroBatch:
         layout: indices of the tokens in their samples; by default, the rank has full samples.
         bounds: bounds of `first_keys` on the host, which context parallelism plans by.
         padding: [batch, sequence] bool, true for tokens that only fill up a sample; None if there are none.
+        lengths: [batch], number of tokens of each whole sample that do not fill it up; None if `padding` says it.
         replayed: [batch, sequence, layers with experts, topk] int64, the experts that routers take instead of choosing;
             -1 where they choose. None: they always choose.
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
@@ -93,6 +94,7 @@ class MicroBatch:
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
     further: FurtherTokens | None = None
+    lengths: Tensor | None = None
 
     @property
     def sample_ids(self) -> Sequence[int]:
@@ -123,6 +125,8 @@ class LayerContext:
         replayed: [tokens of `rows`, batch, layers with experts, topk], as in `MicroBatch`.
         choices: as in `MicroBatch`.
         first_keys: as in `MicroBatch`: where the documents of a sample begin.
+        chosen: the keys that each layer with an indexer has chosen, by its number, for layers that share them.
+        lengths: as in `MicroBatch`; None if there is no padding, or if nobody asks.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -136,6 +140,15 @@ class LayerContext:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     first_keys: Tensor | None = None
+    chosen: dict[int, Tensor | None] = field(default_factory=dict)
+    lengths: Tensor | None = None
+
+
+def tokens_of(micro_batch: MicroBatch) -> Tensor:
+    """Return the number of tokens that are not padding."""
+    if micro_batch.padding is None:
+        return torch.tensor(micro_batch.tokens.numel())
+    return (~micro_batch.padding).sum()
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

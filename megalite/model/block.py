@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.layer_kinds import LAYER_KINDS, FeedForwardModule, LayerKind, MixerModule, make_norm
+from megalite.model.layer_kinds import LAYER_KINDS, FeedForwardModule, LayerKind, MixerModule, make_norm, with_terms
 from megalite.model.mlp import MLP
 from megalite.model.norm import LayerNorm
 from megalite.model.recompute import Recompute
@@ -78,13 +78,13 @@ class Block(nn.Module):
         Both are [sequence (/ size under sequence parallelism), batch, hidden]. They are passed separately so that the
         addition is fused with the norm after it. `branch` is None in the first block of a stage or recomputed run.
         """
-        probability = self.dropout if self.training else 0.0
+        probability, terms = self.dropout if self.training else 0.0, NO_SUMS
         if (mixer := self.attention) is not None:
             if (norm := self.input_norm) is None:
                 normed = hidden = hidden if branch is None else hidden + branch
             else:
                 normed, hidden = (norm(hidden), hidden) if branch is None else norm(branch, hidden)
-            branch = mixer(normed, context)
+            branch, terms = with_terms(mixer(normed, context))
             if self.attention_output_norm is not None:
                 branch = self.attention_output_norm(branch)
             branch = dropout(branch, probability, context.key, self.attention_site, context.rows)
@@ -92,12 +92,12 @@ class Block(nn.Module):
                 branch = branch * self.multiplier
         if (feed_forward := self.mlp) is None:
             assert branch is not None
-            return LayerOutput(hidden, branch)
+            return LayerOutput(hidden, branch, terms)
         if self.in_parts is not None:
             total = hidden if branch is None else hidden + branch
             source = hidden if self.parallel_residual else total
             branch = self.in_parts(source, context, probability)
-            return LayerOutput(total, branch if self.multiplier == 1.0 else branch * self.multiplier)
+            return LayerOutput(total, branch if self.multiplier == 1.0 else branch * self.multiplier, terms)
         if (norm := self.mlp_norm) is None:
             normed = hidden = hidden if branch is None else hidden + branch
         elif branch is None:
@@ -106,11 +106,12 @@ class Block(nn.Module):
             normed, hidden = norm(hidden), hidden + branch
         else:
             normed, hidden = norm(branch, hidden)
-        transformed, terms = feed_forward(normed, context)
+        transformed, own = feed_forward(normed, context)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
         branch = dropout(transformed, probability, context.key, self.mlp_site, context.rows)
-        return LayerOutput(hidden, branch if self.multiplier == 1.0 else branch * self.multiplier, terms)
+        branch = branch if self.multiplier == 1.0 else branch * self.multiplier
+        return LayerOutput(hidden, branch, add_sums(terms, own))
 
 
 def run_layers(layers: Iterable[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:

@@ -8,8 +8,9 @@ own keys and values, the output and the log-sum-exp, and no scores.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from megalite.model.sample_mask import MaskedRound, SampleMask
 from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
+from megalite.parallel.largest_logits import Measure
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.stage_module import Inside
@@ -58,6 +60,7 @@ class _Calls(NamedTuple):
         dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
         length: number of tokens of the sample.
         expansion: makes keys and values of what travels in their place; None: they travel themselves.
+        measure: takes in the logits of a part; None: nobody asks for them.
     """
 
     rounds: Sequence[MaskedRound]
@@ -68,6 +71,7 @@ class _Calls(NamedTuple):
     dropout: DropoutMask | None
     length: int
     expansion: Expansion | None = None
+    measure: Callable[..., None] | None = None
 
     def draw(self, query: Tensor) -> Tensor | None:
         """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
@@ -109,6 +113,8 @@ class _AttentionByParts(torch.autograd.Function):
             block = calls.made(block)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
+                if calls.measure is not None:
+                    calls.measure(query[:, :, rows], key, mask, calls.scale, rows)
                 options = calls.options(keys, part, drawn, query.device)
                 found = attend(query[:, :, rows], key, value, mask, **options)
                 if begun[rows].any():
@@ -222,6 +228,7 @@ class ContextParallelCore:
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None = None,
+        measure: Measure | None = None,
     ) -> Tensor:
         """Compute attention, as `LocalCore.__call__` does.
 
@@ -233,18 +240,18 @@ class ContextParallelCore:
         assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
         if not isinstance(value, Tensor):
             travelling = key.transpose(0, 1)[None, :, None]
-            return self._by_parts(query, travelling, mask, layout, random, expansion=value)
+            return self._by_parts(query, travelling, mask, layout, random, None, measure, expansion=value)
         if query.shape[-1] != (width := value.shape[-1]):  # keys and values travel in one tensor
             query, key, value = same_width(query, key, value)
-            output = self(query, key, value, mask, layout, random, sink)
+            output = self(query, key, value, mask, layout, random, sink, measure)
             return output.unflatten(-1, (-1, query.shape[-1]))[..., :width].flatten(2)
         size = self.head_exchange.size
         if size == 1:
-            return self._attend(query, key, value, mask, layout, random, sink)
+            return self._attend(query, key, value, mask, layout, random, sink, measure)
         query, key, value = self._exchange_heads(query, key, value, layout)
         layout_of_group, mine = layout.grouped(size), self._heads_of[self.head_exchange.rank]
         sink = None if sink is None else sink[mine[0] : mine[-1] + 1]
-        output = self._attend(query, key, value, mask, layout_of_group, random, sink)
+        output = self._attend(query, key, value, mask, layout_of_group, random, sink, measure)
         return self._return_heads(output, layout)
 
     def _attend(
@@ -256,12 +263,13 @@ class ContextParallelCore:
         layout: SequenceLayout,
         random: RandomKey | None,
         sink: Tensor | None,
+        measure: Measure | None,
     ) -> Tensor:
         """Compute attention over the other ranks' keys, by parts where the mask and the device allow it."""
         if self.others.size == 1:
-            return self.inner(query, key, value, mask.of_whole, layout, random, sink)
+            return self.inner(query, key, value, mask.of_whole, layout, random, sink, measure)
         key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
-        return self._by_parts(query, key_value, mask, layout, random, sink)
+        return self._by_parts(query, key_value, mask, layout, random, sink, measure)
 
     def _by_parts(
         self,
@@ -270,7 +278,8 @@ class ContextParallelCore:
         mask: SampleMask,
         layout: SequenceLayout,
         random: RandomKey | None,
-        sink: Tensor | None = None,
+        sink: Tensor | None,
+        measure: Measure | None,
         expansion: Expansion | None = None,
     ) -> Tensor:
         """Compute attention to what travels [2 or 1, batch, groups or 1, tokens, width] as it arrives."""
@@ -286,6 +295,7 @@ class ContextParallelCore:
             dropout,
             layout.length,
             expansion,
+            None if measure is None else functools.partial(measure, inner.heads, layout),
         )
         weight = None if expansion is None else expansion.weight
         output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), travelling, weight, sink, calls)

@@ -89,7 +89,8 @@ class GPT(StageModule):
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
         layers += config.depth_layers if stage_layers.loss else ()
-        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers if layer.attends))
+        masked = (layer for layer in layers if layer.attends and layer.mixer != "sparse_attention")
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in masked))
         self.head = self.prediction = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
@@ -110,6 +111,11 @@ class GPT(StageModule):
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
             output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig(), use)
             self.head = Head(norm, output, 1.0 / config.logits_scaling)
+        if config.trains_indexers_alone:
+            self.requires_grad_(False)
+            for _, layer in self.numbered_layers():
+                if (indexer := getattr(layer.attention, "indexer", None)) is not None:
+                    indexer.requires_grad_(config.trains_indexers)
 
     def _make_embedding(self, word: Sharding) -> Embedding:
         """Make the embedding of tokens, with that of positions if they are learned."""
@@ -260,7 +266,13 @@ class GPT(StageModule):
             replayed=own_rows(micro_batch.replayed),
             choices=micro_batch.choices,
             first_keys=micro_batch.first_keys,
+            lengths=self._lengths(micro_batch) if self.config.measures_logits else None,
         )
+
+    @staticmethod
+    def _lengths(micro_batch: MicroBatch) -> Tensor | None:
+        padding, lengths = micro_batch.padding, micro_batch.lengths
+        return lengths if padding is None or lengths is not None else (~padding).sum(1)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask | SampleMask:
         """Make the attention mask of layers with this window: the keys of the sample that each token sees."""
@@ -317,7 +329,8 @@ def messages(
         sequence: tokens per sample on a rank between layers. Under sequence parallelism this is its part of them.
         batch: samples per micro-batch.
     """
-    return ((TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype),),) * (stages - 1)
+    shape, trained = (sequence, batch, config.hidden_size), not config.trains_indexers_alone
+    return ((TensorSpec(HIDDEN_STATES, shape, dtype, gradient=trained),),) * (stages - 1)
 
 
 class NetworkOptions(TypedDict, total=False):

@@ -30,10 +30,12 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.largest_logits import LargestLogits, LogitClip, ScaledRows
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
+from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import sigmoid_gated, soft_cap
 from megalite_kernels.rotary import rotary_embedding
@@ -95,6 +97,7 @@ class LatentAttention(nn.Module):
         layer: int = 0,
         way: AttentionWay | None = None,
         recompute: bool = False,
+        clip: LogitClip | None = None,
     ) -> None:
         """Make the layer.
 
@@ -103,6 +106,7 @@ class LatentAttention(nn.Module):
             layer: number among the network's layers of this kind: that of its dropout.
             way: see `ParallelContext`; None: the default.
             recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
+            clip: measure logits for this clip; None: do not.
         """
         super().__init__()
         group = context.group("heads")
@@ -114,6 +118,9 @@ class LatentAttention(nn.Module):
             self.key_value_norm = norm(context, f"{name}.key_value_norm", sizes.rank)
             if sizes.query_rank is not None:
                 self.query_norm = norm(context, f"{name}.query_norm", sizes.query_rank)
+        self.largest_logits = None
+        if clip is not None:
+            self.largest_logits = LargestLogits(context, clip, sizes.heads, sizes.heads, _scaled(name, sizes, clip))
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=range(self.heads),
@@ -123,13 +130,18 @@ class LatentAttention(nn.Module):
             site=Site(layer, "attention"),
             recompute=recompute,
         )
-        self.core: Callable[..., Tensor] = local
         self.latents_travel = False
         """True if context-parallel ranks send latents, and not the keys and values that are made of them."""
-        if context.mesh.size("cp") > 1:
-            self.core = core = ContextParallelCore(local, context, way or AttentionWay())
-            of_heads = 2 * self.heads * max(sizes.query_width, sizes.value_width)
-            self.latents_travel = core.head_exchange.size == 1 and sizes.rank + sizes.rotated < of_heads
+        self.core = self.make_core(local, context, way or AttentionWay())
+
+    def make_core(self, local: LocalCore, context: ParallelContext, way: AttentionWay) -> Callable[..., Tensor]:
+        """Return what attends to the keys and values of all ranks, given what does so on one rank."""
+        if context.mesh.size("cp") == 1:
+            return local
+        core, sizes = ContextParallelCore(local, context, way), self.sizes
+        of_heads = 2 * self.heads * max(sizes.query_width, sizes.value_width)
+        self.latents_travel = core.head_exchange.size == 1 and sizes.rank + sizes.rotated < of_heads
+        return core
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: LatentSizes) -> None:
         """Make the matrices: downs together, those of the layer's input to the heads together, ups and output apart."""
@@ -177,26 +189,41 @@ class LatentAttention(nn.Module):
         """The collectives of forward with the other context-parallel ranks."""
         return list(getattr(self.core, "inside", ()))
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor | tuple[Tensor, TermSums]:
         """Apply attention. With a cache, tokens also attend to the cached ones."""
-        query, gate, latent, rotated_key = self._project(hidden, context)
+        of_query, latents = self.latents(hidden)
+        query, gate, latent, rotated_key = self.project(hidden, of_query, latents, context)
         mixed = self.attend(query, latent, rotated_key, context)
         return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
 
-    def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Return queries, gates if there are any, latents of keys and values, and rotated keys.
+    def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents of this rank's tokens between layers, behind their norms, [sequence, batch, ...].
 
-        Queries are [sequence, batch, heads, query width], gates [sequence, batch, heads * value width], latents
-        [sequence, batch, rank], and rotated keys [sequence, batch, rotated].
+        They are that of queries, or the layer's input without one, and that of keys and values with the rotated key.
         """
-        sizes = self.sizes
         *of_query, latent, rotated_key = self.down(hidden).split(self.down_widths, dim=-1)
         if self.key_value_norm is not None:
             latent = self.key_value_norm(latent)
-        latent, rotated_key = self.share(torch.cat([latent, rotated_key], dim=-1))
+        of_queries = of_query[0] if of_query else hidden
+        if self.query_norm is not None:
+            of_queries = self.query_norm(of_queries)
+        return of_queries, torch.cat([latent, rotated_key], dim=-1)
+
+    def project(
+        self, hidden: Tensor, of_queries: Tensor, latents: Tensor, context: LayerContext
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return queries, gates if there are any, latents of keys and values, and rotated keys, of all heads' tokens.
+
+        Queries are [sequence, batch, heads, query width], gates [sequence, batch, heads * value width], latents
+        [sequence, batch, rank], and rotated keys [sequence, batch, rotated].
+
+        `of_queries`, `latents`: what `latents` returns.
+        """
+        sizes = self.sizes
+        latent, rotated_key = self.share(latents)
         projected = gate = None if self.of_input is None else self.of_input(hidden)
         if self.query_up is not None:
-            query = self.query_up(of_query[0] if self.query_norm is None else self.query_norm(of_query[0]))
+            query = self.query_up(of_queries)
         else:
             assert projected is not None
             query, gate = projected.tensor_split([self.heads * sizes.query_width], dim=-1)
@@ -217,18 +244,36 @@ class LatentAttention(nn.Module):
 
     def attend(self, query: Tensor, latent: Tensor, rotated_key: Tensor, context: LayerContext) -> Tensor:
         """Return the weighted values, [sequence, batch, heads * value width]."""
-        mask, random = context.masks[None], context.key if self.training else None
+        mask = context.masks[None]
         if (cache := context.cache) is not None:
+            assert mask is None or isinstance(mask, Tensor)
             kept = cache.of(self, LatentCache).extend(torch.cat([latent, rotated_key], dim=-1), cache)
-            if self._absorbing_is_less(len(query), len(kept)):
-                assert mask is None or isinstance(mask, Tensor)
-                return self._absorbed(query, kept, mask)
-            latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+            return self.attend_kept(query, kept, mask, context)
         if self.latents_travel:
-            return self._travelled(query, torch.cat([latent, rotated_key], dim=-1), mask, context.layout, random)
+            travelling = torch.cat([latent, rotated_key], dim=-1)
+            return self._travelled(query, travelling, mask, *self._options(context))
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+
+    def attend_kept(self, query: Tensor, kept: Tensor, mask: Tensor | None, context: LayerContext) -> Tensor:
+        """Attend to kept latents and rotated keys [tokens, batch, rank + rotated]. `mask`: see `_absorbed`."""
+        if self.absorbing_is_less(len(query), len(kept)):
+            return self._absorbed(query, kept, mask)
+        latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+
+    def attend_to(self, query: Tensor, key: Tensor, value: Tensor, mask: object, context: LayerContext) -> Tensor:
+        """Attend to keys and values [tokens, batch, heads, width]. `mask`: that of the core."""
+        return self.core(query, key, value, mask, *self._options(context))
+
+    def _options(self, context: LayerContext) -> tuple[object, ...]:
+        """Return the arguments of the core besides tensors: layout, key of the dropout, sink and measure of logits."""
+        measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
+        return context.layout, context.key if self.training else None, None, measure
+
+    def keys_and_values(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of this rank's heads, [tokens, batch, heads, width] each."""
         of_heads = product(latent, self.key_value_up).unflatten(-1, (self.heads, -1))
-        key, value = keys_and_values(of_heads, rotated_key, self.sizes.key_width)
-        return self.core(query, key, value, mask, context.layout, random)
+        return keys_and_values(of_heads, rotated_key, self.sizes.key_width)
 
     def _travelled(self, query: Tensor, latents: Tensor, *arguments: object) -> Tensor:
         """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""
@@ -238,7 +283,7 @@ class LatentAttention(nn.Module):
         output = self.core(F.pad(query, (0, width - sizes.query_width)), latents, expansion, *arguments)
         return output.unflatten(-1, (self.heads, width))[..., : sizes.value_width].flatten(2)
 
-    def _absorbing_is_less(self, queries: int, keys: int) -> bool:
+    def absorbing_is_less(self, queries: int, keys: int) -> bool:
         """Tell if so many queries over so many keys take fewer products with the latents as keys and values."""
         sizes = self.sizes
         widths = sizes.key_width + sizes.value_width
@@ -265,6 +310,20 @@ class LatentAttention(nn.Module):
         shares = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).to(kept.dtype)
         mixed = (shares.flatten(1, 2) @ kept[..., : sizes.rank]).unflatten(1, (self.heads, queries))
         return torch.einsum("bhsr,hvr->sbhv", mixed, of_values).flatten(2)
+
+
+def _scaled(name: str, sizes: LatentSizes, clip: LogitClip) -> list[ScaledRows]:
+    """Return the rows that a clip scales.
+
+    All heads share the rotated key, so the rotated part of a head's queries is scaled by the whole factor.
+    """
+    queries = f"{name}.query" if sizes.query_rank is None else f"{name}.query_up"
+    plain = range(sizes.key_width)
+    return [
+        ScaledRows(queries, plain, clip.alpha),
+        ScaledRows(queries, range(sizes.key_width, sizes.query_width), 1.0),
+        ScaledRows(f"{name}.key_value_up", plain, 1 - clip.alpha),
+    ]
 
 
 class LatentCache:

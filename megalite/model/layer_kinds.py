@@ -9,15 +9,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megalite.config.layer_specs import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
-from megalite.model.batch import LayerContext
+from megalite.model.batch import LayerContext, tokens_of
 from megalite.model.gated_delta import GatedDelta
+from megalite.model.indexer import IndexerSizes
 from megalite.model.kimi_delta import KimiDelta
 from megalite.model.latent_attention import LatentAttention, LatentSizes
 from megalite.model.mamba import Mamba
@@ -28,17 +29,19 @@ from megalite.model.recompute import Recompute
 from megalite.model.rotary import growth_of_scores
 from megalite.model.router import Router
 from megalite.model.short_convolution import ShortConvolution
+from megalite.model.sparse_attention import INDEXER_LOSS, SparseAttention
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.stage import LossTerm, TermSums
+from megalite.parallel.largest_logits import LogitClip
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
 
 class MixerModule(Protocol):
-    """Layer that mixes tokens, such as attention.
+    """Layer that mixes tokens, such as attention. One with loss terms also returns their sums.
 
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
-    def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+    def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor | tuple[Tensor, TermSums]: ...
 
 
 class FeedForwardModule(Protocol):
@@ -48,6 +51,11 @@ class FeedForwardModule(Protocol):
     """
 
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
+
+
+def with_terms(output: Tensor | tuple[Tensor, TermSums]) -> tuple[Tensor, TermSums]:
+    """Return the output of a mixer and the sums of its loss terms."""
+    return output if isinstance(output, tuple) else (output, NO_SUMS)
 
 
 class LayerKind(NamedTuple):
@@ -73,6 +81,13 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
     """Return the function that makes the network's norms, of a context, a name and a width."""
     kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
     return functools.partial(kind, eps=config.norm_epsilon, around_one=config.apply_layernorm_1p)
+
+
+def logit_clip(config: ModelConfig) -> LogitClip | None:
+    """Return what becomes of the logits of attention; None: they are not even measured."""
+    if config.qk_clip:
+        return LogitClip(config.qk_clip_threshold, config.qk_clip_alpha)
+    return LogitClip() if config.log_max_attention_logit else None
 
 
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> Attention:
@@ -110,13 +125,14 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, re
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
+        clip=logit_clip(config),
     )
 
 
 def make_latent_attention(
     config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute
 ) -> LatentAttention:
-    """Make the latent attention of a layer from the network's configuration."""
+    """Make the latent attention of a layer from the network's configuration, with an indexer if it is sparse."""
     (number, _), (name, _) = config.numbers[layer], config.names[layer]
     assert number is not None
     sizes = LatentSizes(
@@ -137,7 +153,10 @@ def make_latent_attention(
     )
     epsilon = config.norm_epsilon if config.latent_norm_epsilon is None else config.latent_norm_epsilon
     norm = functools.partial(make_norm(config), eps=epsilon, decays=config.apply_wd_to_qk_layernorm)
-    return LatentAttention(
+    make: Callable[..., LatentAttention] = LatentAttention
+    if config.all_layers[layer].mixer == "sparse_attention":
+        make = functools.partial(SparseAttention, indexer=indexer_sizes(config), **choosing_layers(config, layer))
+    return make(
         context,
         f"{name}.latent_attention",
         sizes,
@@ -145,7 +164,46 @@ def make_latent_attention(
         layer=number,
         way=context.attention_ways[layer % len(context.attention_ways)],
         recompute=recompute.attention,
+        clip=logit_clip(config),
     )
+
+
+def indexer_sizes(config: ModelConfig) -> IndexerSizes:
+    """Return the sizes and options of the indexers of sparse attention."""
+    epsilon = config.norm_epsilon if config.dsa_indexer_k_norm_epsilon is None else config.dsa_indexer_k_norm_epsilon
+    heads, width, topk = config.dsa_indexer_n_heads, config.dsa_indexer_head_dim, config.dsa_indexer_topk
+    assert heads is not None
+    assert width is not None
+    assert topk is not None
+    return IndexerSizes(
+        heads,
+        width,
+        topk,
+        epsilon=epsilon,
+        rotated=config.qk_pos_emb_head_dim,
+        interleaved=config.dsa_indexer_rope_interleaved,
+        relu=config.dsa_indexer_scoring_relu,
+        around_one=config.apply_layernorm_1p,
+        trained=config.trains_indexers,
+        dense=config.dsa_stage == "warmup",
+        sparse_loss=config.dsa_indexer_use_sparse_loss,
+    )
+
+
+def choosing_layers(config: ModelConfig, layer: int) -> dict[str, Any]:
+    """Return the number, among attention, of the layer that chooses for one of sparse attention, and if it shares."""
+    sparse = [number for number, spec in enumerate(config.all_layers) if spec.mixer == "sparse_attention"]
+    source = max(each for each in sparse if each <= layer and config.all_layers[each].chooses)
+    later = next((each for each in sparse if each > layer), None)
+    shared = layer == source and later is not None and not config.all_layers[later].chooses
+    return {"source": config.numbers[source][0], "shared": shared}
+
+
+def _term_of_indexers(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+    if not config.trains_indexers:
+        return ()
+    weight = config.dsa_indexer_loss_coeff or 0.0
+    return (LossTerm(INDEXER_LOSS, tokens_of, weight, axes=context.token_axes),)
 
 
 def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
@@ -200,6 +258,13 @@ LAYER_KINDS: dict[Mixer | FeedForward, LayerKind] = {
     "attention": LayerKind(make_attention, "input_norm", "attention_output_norm", "attention output"),
     "latent_attention": LayerKind(
         make_latent_attention, "latent_attention_norm", "latent_attention_output_norm", "latent attention output"
+    ),
+    "sparse_attention": LayerKind(
+        make_latent_attention,
+        "latent_attention_norm",
+        "latent_attention_output_norm",
+        "latent attention output",
+        _term_of_indexers,
     ),
     "mamba": mixer_kind("mamba", Mamba.of),
     "gated_delta": mixer_kind("gated_delta", GatedDelta.of),

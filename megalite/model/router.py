@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.model import LoadBalancing, ModelConfig
-from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.batch import LayerContext, MicroBatch, tokens_of
 from megalite.model.quantile import excess_over_bars, next_offset, sum_of_quantiles
 from megalite.model.sinkhorn import expert_factors
 from megalite.parallel import collectives
@@ -133,9 +133,9 @@ class Router(nn.Module):
             if weight
         ]
         if config.moe_z_loss_coeff:
-            terms.append(LossTerm(Z_LOSS, _tokens, config.moe_z_loss_coeff))
+            terms.append(LossTerm(Z_LOSS, tokens_of, config.moe_z_loss_coeff))
         layers = sum(layer.feed_forward == "moe" for layer in config.passed_layers)
-        return (*terms, LossTerm(ENTROPY, lambda micro_batch: _tokens(micro_batch) * layers, 0.0))
+        return (*terms, LossTerm(ENTROPY, lambda micro_batch: tokens_of(micro_batch) * layers, 0.0))
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Routing:
         """Route the tokens of hidden states [sequence (/ size under sequence parallelism), batch, hidden]."""
@@ -291,7 +291,9 @@ class Router(nn.Module):
             bias = self.expert_bias.values
             bias += self.config.moe_router_bias_update_rate * missing.to(bias.dtype)
         if self.previous_load is not None:
-            self.previous_load.values.copy_(unbiased.double() / unbiased.sum().clamp(min=1))
+            # There are no tallies where indexers alone are trained: experts have no backward then.
+            load, chosen = self.previous_load.values, unbiased.sum()
+            load.copy_(torch.where(chosen > 0, unbiased.double() / chosen.clamp(min=1), load))
 
 
 def routing_rule(config: ModelConfig) -> RoutingRule:
@@ -368,12 +370,6 @@ def _sequences(micro_batch: MicroBatch) -> Tensor:
     return _real_samples(micro_batch).sum()
 
 
-def _tokens(micro_batch: MicroBatch) -> Tensor:
-    if micro_batch.padding is None:
-        return torch.tensor(micro_batch.tokens.numel())
-    return (~micro_batch.padding).sum()
-
-
 @dataclass(frozen=True)
 class BalancingLoss:
     """Balancing loss of groups of tokens.
@@ -391,5 +387,5 @@ class BalancingLoss:
 BALANCING_LOSSES: Mapping[LoadBalancing, BalancingLoss] = {
     "aux_loss": BalancingLoss("load_balancing_loss", _micro_batches),
     "seq_aux_loss": BalancingLoss("seq_load_balancing_loss", _sequences),
-    "global_aux_loss": BalancingLoss("global_load_balancing_loss", _tokens),
+    "global_aux_loss": BalancingLoss("global_load_balancing_loss", tokens_of),
 }

@@ -10,14 +10,15 @@ needs all of it:
 Different ranks of a shard group orthogonalize different matrices, so each matrix is computed once per shard group.
 `LogicalTensor.matrices` defines the matrices of a parameter: the query, key, value, gate and up of a fused parameter
 are separate matrices, and so is each expert's. Ranks that have complete experts need no communication for step 2. With
---muon-split-qkv-per-head, `LogicalTensor.by_head` defines them, and a rank's heads of a tensor travel together.
+--muon-split-qkv-per-head, `LogicalTensor.by_head` defines them, and a rank's heads of a tensor travel together. With
+--no-muon-split-qkv, tensors with the same `LogicalTensor.fused` are one matrix: the order of its rows does not matter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -66,6 +67,8 @@ class Elements:
 class MatrixPart:
     """Part of a matrix in a piece of the tensor, and the number of its elements that each rank updates."""
 
+    slab: int
+    """Number of the matrix' slab in which it lies."""
     box: Box
     counted: bool
     """True if this rank contributes the part to the sum that forms the matrix.
@@ -78,12 +81,19 @@ class MatrixPart:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """Matrix of a logical tensor, with its distribution over the ranks of a shard group."""
+class Slab:
+    """Rows of a matrix that are those of a logical tensor, or the matrices of several of its heads."""
 
     tensor: LogicalTensor
     box: Box
-    """Place of the matrix, or of those of several heads."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Matrix of a logical tensor, or of several fused ones, with its distribution over the ranks of a shard group."""
+
+    slabs: tuple[Slab, ...]
+    """Rows of each tensor; those of several are one matrix."""
     parts: tuple[MatrixPart, ...]
     """Parts on this rank and its data-parallel peers."""
     shard_group: Group
@@ -98,7 +108,13 @@ class Matrix:
     @property
     def cost(self) -> int:
         """Number to which the products of a Newton-Schulz step are proportional."""
-        return self.box.numel * min(self.tensor.matrix_size)
+        sizes = [slab.tensor.matrix_size for slab in self.slabs]
+        rows, columns = sum(math.prod(size) for size in sizes) // sizes[0][1], sizes[0][1]
+        return self.numel * min(min(sizes[0]) if len(sizes) == 1 else rows, columns)
+
+    @property
+    def numel(self) -> int:
+        return sum(slab.box.numel for slab in self.slabs)
 
     def sizes(self, rank: int) -> list[int]:
         """Return the number of elements of each part that a rank of the shard group updates."""
@@ -111,7 +127,7 @@ class Muon(UpdateRule):
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config, self._device = config, mesh.device
         self._segments = [segment for shard in shards for segment in shard.segments if segment.group.matrices]
-        self._rounds = list(_rounds(_matrices(shards, mesh, by_head=config.muon_split_qkv_per_head)))
+        self._rounds = list(_rounds(_matrices(shards, mesh, config)))
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         for matrices in self._rounds:
@@ -170,52 +186,80 @@ class Muon(UpdateRule):
         Returns:
             The flat update for each rank of the shard group.
         """
-        config, tensor, parts = self._config, own.tensor, own.parts
-        whole = updates[0].new_zeros(own.box.size)
+        config, parts, slabs = self._config, own.parts, own.slabs
+        flat = updates[0].new_zeros(own.numel)
+        values_of = flat.split([slab.box.numel for slab in slabs])
+        wholes = [values.view(slab.box.size) for values, slab in zip(values_of, slabs, strict=True)]
         chunks = [update.split(own.sizes(peer)) for peer, update in enumerate(updates)]
         for part, values in zip(parts, zip(*chunks, strict=True), strict=True):
             if part.counted:
-                whole[part.box.relative_to(own.box).slices()] = torch.cat(values).view(part.box.size)
-        collectives.all_reduce_(whole, own.split_group)  # exact: each element is nonzero on at most one rank
-        matrices = tensor.as_matrices(whole)
-        dtype = torch.float64 if whole.dtype == torch.float64 else PRODUCTS[config.muon_fp32_matmul_prec]
-        scale = config.muon_extra_scale_factor * update_scale(config.muon_scale_mode, *matrices.shape[1:])
-        each = matrices[0] if len(matrices) == 1 else matrices
+                place = part.box.relative_to(slabs[part.slab].box).slices()
+                wholes[part.slab][place] = torch.cat(values).view(part.box.size)
+        collectives.all_reduce_(flat, own.split_group)  # exact: each element is nonzero on at most one rank
+        matrices = [slab.tensor.as_matrices(whole) for slab, whole in zip(slabs, wholes, strict=True)]
+        joined = matrices[0] if len(slabs) == 1 else torch.cat([each.flatten(0, 1) for each in matrices]).unsqueeze(0)
+        dtype = torch.float64 if flat.dtype == torch.float64 else PRODUCTS[config.muon_fp32_matmul_prec]
+        scale = config.muon_extra_scale_factor * update_scale(config.muon_scale_mode, *joined.shape[1:])
+        each = joined[0] if len(joined) == 1 else joined
         each.copy_(orthogonalized(each, config.muon_coefficient_type, config.muon_num_ns_steps, dtype)).mul_(scale)
-        whole = tensor.from_matrices(matrices, own.box.size)
-        cut = [whole[part.box.relative_to(own.box).slices()].flatten() for part in parts]
+        if len(slabs) > 1:
+            rows = each.split([len(of_slab.flatten(0, 1)) for of_slab in matrices])
+            matrices = [of_rows.view(of_slab.shape) for of_rows, of_slab in zip(rows, matrices, strict=True)]
+        wholes = [slab.tensor.from_matrices(each, slab.box.size) for slab, each in zip(slabs, matrices, strict=True)]
+        cut = [wholes[part.slab][part.box.relative_to(slabs[part.slab].box).slices()].flatten() for part in parts]
         if not own.sharded:
             return [torch.cat(cut)] * own.shard_group.size
         dealt = [values.split(part.sizes) for part, values in zip(parts, cut, strict=True)]
         return [torch.cat(to_peer) for to_peer in zip(*dealt, strict=True)]
 
 
-def _matrices(shards: Sequence[Shard], mesh: ParallelMesh, *, by_head: bool) -> list[Matrix]:
+_Held = list[tuple[Shard, Slot, Piece]]
+"""Places of a tensor on this rank."""
+
+
+def _matrices(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[Matrix]:
     """Return all matrices that have a part on this rank, the most expensive first.
 
-    The order is the same on all ranks that share some of the matrices. `by_head`: each head has matrices of its own.
+    The order is the same on all ranks that share some of the matrices.
     """
-    places: dict[str, list[tuple[Shard, Slot, Piece]]] = {}
+    places: dict[str, _Held] = {}
     for shard in shards:
         for slot in shard.bucket.slots:
             for piece in slot.parameter.sharding.pieces:
                 if piece.tensor.matrices is not None:
                     places.setdefault(piece.tensor.name, []).append((shard, slot, piece))
-    found = []
+    found, fused = list[Matrix](), dict[str, list[Matrix]]()
     for _, held in sorted(places.items()):
-        (shard, _, piece), *_ = held
-        tensor, bucket = piece.tensor.by_head() if by_head else piece.tensor, shard.bucket
-        numbered, together = tensor.matrix_dimensions, tensor is not piece.tensor
-        split_group = mesh.group(*(axis for dimension, axis in piece.splits if dimension not in numbered))
-        parts: dict[Box, list[MatrixPart]] = {}
-        for shard, slot, piece in held:
-            whole = [(tensor.whole_matrices(piece.box), piece.box)] if together else tensor.matrices_in(piece.box)
-            for box, part in whole:
-                made = _part(shard, slot, piece, part, of_slot(slot, shard.segments), split_group)
-                parts.setdefault(box, []).append(made)
-        for box, members in parts.items():
-            found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.zero_stage > 0, split_group))
+        tensor = held[0][2].tensor
+        if config.muon_split_qkv_per_head and (per_head := tensor.by_head()) is not tensor:
+            found += _of_tensor(per_head, held, mesh, together=True)
+        elif tensor.fused and not config.muon_split_qkv:
+            fused.setdefault(tensor.fused, []).extend(_of_tensor(tensor, held, mesh, together=True))
+        else:
+            found += _of_tensor(tensor, held, mesh, together=False)
+    found += map(_joined, fused.values())
     return sorted(found, key=lambda matrix: matrix.cost, reverse=True)
+
+
+def _of_tensor(tensor: LogicalTensor, held: _Held, mesh: ParallelMesh, *, together: bool) -> list[Matrix]:
+    """Return the matrices of a tensor. `together`: those that a piece overlaps travel as one."""
+    (shard, _, piece), bucket = held[0], held[0][0].bucket
+    numbered = tensor.matrix_dimensions
+    split_group = mesh.group(*(axis for dimension, axis in piece.splits if dimension not in numbered))
+    parts: dict[Box, list[MatrixPart]] = {}
+    for shard, slot, piece in held:
+        whole = [(tensor.whole_matrices(piece.box), piece.box)] if together else tensor.matrices_in(piece.box)
+        for box, part in whole:
+            made = _part(shard, slot, piece, part, of_slot(slot, shard.segments), split_group)
+            parts.setdefault(box, []).append(made)
+    options = bucket.shard_group, bucket.zero_stage > 0, split_group
+    return [Matrix((Slab(tensor, box),), tuple(members), *options) for box, members in parts.items()]
+
+
+def _joined(matrices: Sequence[Matrix]) -> Matrix:
+    """Return the matrix whose rows are those of several, which are on the same ranks."""
+    parts = [replace(part, slab=number) for number, matrix in enumerate(matrices) for part in matrix.parts]
+    return replace(matrices[0], slabs=tuple(slab for each in matrices for slab in each.slabs), parts=tuple(parts))
 
 
 def _part(
@@ -235,7 +279,7 @@ def _part(
     group = ParameterGroup.of(slot.parameter)
     own = tuple(elements for segment in segments for elements in _elements(runs, segment, group))
     nothing = Elements(group, *[shard.parameters[:0]] * 3)
-    return MatrixPart(box, counted, tuple(sizes), own or (nothing,))
+    return MatrixPart(0, box, counted, tuple(sizes), own or (nothing,))
 
 
 def _elements(runs: Iterable[tuple[int, int]], segment: Segment, group: ParameterGroup) -> Iterator[Elements]:

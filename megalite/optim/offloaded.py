@@ -96,9 +96,14 @@ class HostCopy:
     def begin_update(self) -> None:
         """Wait for the gradients, and until the weights of the last update have left."""
         self.fetch_gradients().wait()
+        self._coming = None
+        self.begin_change()
+
+    def begin_change(self) -> None:
+        """Wait until the weights of the last update have left."""
         if self._going is not None:
             self._going.release()
-        self._coming = self._going = None
+        self._going = None
         if self._is_mirror:
             self.bucket.release_slice()
 

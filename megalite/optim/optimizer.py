@@ -30,6 +30,7 @@ from megalite.optim.gathering import gather_around_forward
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
+from megalite.optim.logit_clip import clip_logits
 from megalite.optim.muon import Muon
 from megalite.optim.offloaded import HostState, OnHost, check_copies, declared_copies
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
@@ -37,6 +38,7 @@ from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
 from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
+from megalite.parallel.largest_logits import LargestLogits, largest_logits_of
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
 from megalite.parallel.state import State, Tally, end_step, states_of, tallies_of
@@ -77,6 +79,7 @@ class Optimizer:
         reduces_each_micro_batch: bool = False,
         module_states: Sequence[State] = (),
         tallies: Sequence[Tally] = (),
+        logits: Sequence[LargestLogits] = (),
         synchronization: Synchronization | None = None,
         host: HostState | None = None,
     ) -> None:
@@ -92,6 +95,7 @@ class Optimizer:
                 step. The value is the same on all ranks, including ranks whose stages have no parameters.
             module_states: state of the network's modules.
             tallies: tallies of the network's modules.
+            logits: largest logits of the network's attention layers, if they are measured.
             synchronization: has the update rules and the extra state; None: that of plain data parallelism.
             host: the share of the state that is on the host; None: none of it.
         """
@@ -104,6 +108,7 @@ class Optimizer:
         """Tallies of modules, by the ranks over which they are summed."""
         for tally in tallies:
             self._tallies.setdefault(tally.group.ranks, []).append(tally)
+        self._logits = logits
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
@@ -227,6 +232,8 @@ class Optimizer:
                 accumulator.reduction.begin_step(self.steps, loss_scale)
         for tally in chain.from_iterable(self._tallies.values()):
             tally.begin_step()
+        for layer in self._logits:
+            layer.begin_step()
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Start the reductions that are due after this number of micro-batches of a chunk."""
@@ -320,7 +327,7 @@ class Optimizer:
         """
         own: list[StepCollective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self.rules for part in rule.collectives()]
-        later = [*self._counting(), *self._parameter_gathers()]
+        later = [*self._counting(), *self._clipping(), *self._parameter_gathers()]
         every = [*((part.name, part.ranks) for part in own), *rules, *((part.name, part.ranks) for part in later)]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
@@ -341,8 +348,13 @@ class Optimizer:
     def _counting(self) -> list[StepCollective[None]]:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
+    def _clipping(self) -> list[StepCollective[None]]:
+        clipped = [layer for layer in self._logits if layer.clip.threshold < math.inf]
+        clip = partial(clip_logits, clipped, self.shards)
+        return [StepCollective("largest logits", clipped[0].group.ranks, clip)] if clipped else []
+
     def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
-        """Apply the rules to the complete gradients, and add up the tallies."""
+        """Apply the rules to the complete gradients, add up the tallies, and clip the logits of the step."""
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
@@ -354,7 +366,7 @@ class Optimizer:
                 rule.fetch_gradients()
         self.steps += 1
         self._apply_rules(rates, result, loss_scale)
-        for part in self._counting():
+        for part in (*self._counting(), *self._clipping()):
             part.run()
 
     def _apply_rules(self, rates: Rates, result: StepResult, loss_scale: float) -> None:
@@ -470,6 +482,7 @@ def make_optimizer(
         reduces_each_micro_batch=each or any(bucket.zero_stage >= 2 for bucket in (*buckets, *frozen)),
         module_states=list(states_of(nn.ModuleList(networks))),
         tallies=tallies_of(nn.ModuleList(networks)),
+        logits=largest_logits_of(networks),
         synchronization=synchronization,
         host=host,
     )

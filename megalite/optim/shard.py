@@ -154,6 +154,10 @@ class Segment:
             state = {name: kept[own] for name, kept in self.state.items()}
             yield replace(self.part(own.start, own.stop), state=state, copies=(copy,))
 
+    def copies_of(self, start: int, stop: int) -> list[HostCopy]:
+        """Return the copies of elements [start, stop) of the bucket to and from the device, if there are any."""
+        return [copy for copy in self.copies if copy.start < stop and start < copy.stop]
+
     def wide_gradients(self, factor: float) -> Tensor:
         """Return the gradients times a factor, in the dtype of the masters.
 

@@ -120,14 +120,16 @@ class ParallelContext:
         shape = (rows, math.prod(size[cut:])) if columns else (rows,)
         return Sharding(shape, (piece,), sharers, grad_is_partial=len(sharers) > 1)
 
-    def replicated(self, tensor: LogicalTensor, *, of_part: bool = False) -> Sharding:
-        """Replicate a vector on every rank.
+    def replicated(self, tensor: LogicalTensor, *, of_part: bool = False, columns: int | None = None) -> Sharding:
+        """Replicate a tensor on every rank.
 
         Args:
             of_part: True if each rank applies it to only a part of the activations even without sequence parallelism,
                 for example to its own heads. Its gradient is then partial.
+            columns: that of `placement.replicated`.
         """
-        return placement.replicated(self.mesh, tensor, grad_is_partial=of_part or self.sequence_parallel)
+        is_partial = of_part or self.sequence_parallel
+        return placement.replicated(self.mesh, tensor, grad_is_partial=is_partial, columns=columns)
 
     def parameter(self, sharding: Sharding) -> Parameter:
         """Create a parameter on this rank's device. Its values are not set yet."""

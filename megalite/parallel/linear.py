@@ -163,6 +163,14 @@ def shared_by_heads(input: Tensor, group: Group, *, sequence_parallel: bool) -> 
     return output
 
 
+def gathered(input: Tensor, group: Group) -> Tensor:
+    """Return [size * sequence, batch, width] of all ranks from [sequence, batch, width] of each.
+
+    Its gradient is the sum of those of all ranks, cut likewise.
+    """
+    return shared_by_heads(input, group, sequence_parallel=True)
+
+
 def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return matrix.split([weight.shape[0] for weight in weights], dim=-1)
 

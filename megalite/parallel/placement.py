@@ -13,14 +13,18 @@ DENSE, EXPERT = ("tp",), ("ep", "etp")
 """The axes of each mesh view that split one data-parallel replica of a stage."""
 
 
-def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bool) -> Sharding:
-    """Replicate a vector on every tensor-parallel rank of a stage.
+def replicated(
+    mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bool, columns: int | None = None
+) -> Sharding:
+    """Replicate a tensor on every tensor-parallel rank of a stage.
 
     Args:
-        grad_is_partial: True if each rank applies the vector to only a part of the activations: its slice of the
-            sequence, or its own heads.
+        grad_is_partial: True if each rank applies it to only a part of the activations: its slice of the sequence, or
+            its own heads.
+        columns: as in `split`; None: all dimensions but the first.
     """
-    return replace(split(mesh, tensor, {}, columns=len(tensor.shape) - 1), grad_is_partial=grad_is_partial)
+    columns = len(tensor.shape) - 1 if columns is None else columns
+    return replace(split(mesh, tensor, {}, columns=columns), grad_is_partial=grad_is_partial)
 
 
 def split(

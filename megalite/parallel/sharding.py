@@ -53,6 +53,7 @@ class LogicalTensor:
         is_embedding_or_output: True if its rows stand for tokens, as in the word embedding and the output layer.
         optimizer: the name of the optimizer that updates it, in a run that has several.
         fp32: kept in fp32 in a network whose dtype is narrower. Its gradients are summed in fp32, too.
+        fused: name of the matrix that other programs make of it and of others, whose rows lie below each other.
     """
 
     name: str
@@ -63,6 +64,7 @@ class LogicalTensor:
     is_embedding_or_output: bool = False
     optimizer: str = ""
     fp32: bool = False
+    fused: str = ""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape, or a box of full matrices, as [matrices, rows, columns].

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from megalite.config.kinds.table import KINDS
+from megalite.config.kinds.table import kinds_of
 from megalite.config.model import ModelConfig
 
 _FORWARD_AND_BACKWARD = 3
@@ -45,10 +45,11 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     layers = 0.0
     for layer in model.passed_layers:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
-        layers += sum(KINDS[kind].products(model, seen) for kind in layer.kinds)
+        layers += sum(kind.products(model, seen) for kind in kinds_of(layer))
     logits = model.hidden_size * padded_vocab_size * (1 + model.depths)
     projections = 2 * model.hidden_size**2 * model.depths
-    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + projections + logits))
+    passes = 1 if model.trains_indexers_alone else _FORWARD_AND_BACKWARD
+    return float(passes * _MULTIPLY_AND_ADD * (layers + projections + logits))
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

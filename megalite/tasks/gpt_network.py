@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
+from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.prediction import without_depths
-from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
+from megalite.conversion.opened import (
+    OpenedModel,
+    in_checkpoint,
+    states_of_training,
+    tensors_of_depths,
+    tensors_of_indexers,
+)
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.pipeline.stages import Stages
@@ -23,6 +32,7 @@ from megalite.storage import AnyPath
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
+from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import open_initial_model
 from megalite.training.task import Task
 
@@ -31,6 +41,7 @@ class GPTNetworkTask(Task):
     """Task whose network is a GPT."""
 
     config: RunConfig
+    mesh: ParallelMesh
     model: ModelConfig
     """The network, with the size of its vocabulary."""
     dtype: torch.dtype
@@ -38,8 +49,8 @@ class GPTNetworkTask(Task):
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()
     """Division of samples among context-parallel ranks."""
-    depth_notes: tuple[str, ...] = ()
-    """Notes on depths that a checkpoint has and this run lacks, or the reverse."""
+    finetune_notes: tuple[str, ...] = ()
+    """Notes on depths and indexers that a checkpoint has and this run lacks, or the reverse."""
 
     def stages(self) -> Stages:
         return builder.make_stages(self.config)
@@ -58,40 +69,84 @@ class GPTNetworkTask(Task):
     def set_values(self) -> Callable[[Parameter], None]:
         return partial(set_initial_values, seed=self.config.training.seed)
 
+    def figures(self, micro_batches: Sequence[Any], *, updated: bool) -> dict[str, float]:
+        return {LARGEST_LOGIT: largest_of_all(self.chunks, self.mesh)} if self.model.measures_logits else {}
+
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)
         self._check_function(str(path), saved)
 
+    def check_trained(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if the run was in a stage of sparse attention that trains other weights."""
+        saved = checkpoint.model_config(path, described.config, self.model)
+        stages = [(not each.trains_indexers_alone, each.trains_indexers) for each in (saved, self.model)]
+        if stages[0] != stages[1]:
+            then, now = (
+                f"--dsa-stage {each.dsa_stage} with --dsa-indexer-loss-coeff {each.dsa_indexer_loss_coeff or 0:g}"
+                for each in (saved, self.model)
+            )
+            raise CheckpointError(
+                f"{path} is of a run that trained other weights, and its optimizer state is not of those of this one: "
+                f"{then}, here {now}. Give --no-load-optim to go on with new state, --finetune to begin at step 0"
+            )
+
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         """Return the names of the state that only training needs, here or in the run that saved the checkpoint.
 
-        With --finetune, also those of the depths, if the two runs have different ones.
+        With --finetune, also those of depths and indexers that only one of the two has.
         """
         saved = checkpoint.model_config(path, described.config, self.model)
         models = [model for model in (self.model, saved) if model.num_experts is not None]
         found = {name for model in models for name in states_of_training(model)}
-        return found.union(*map(in_checkpoint, self._replaced_depths(saved)))
+        return found.union(*map(in_checkpoint, self._replaced(saved)))
 
-    def _replaced_depths(self, saved: ModelConfig) -> list[set[str]]:
-        """Return the names of the tensors of the depths, those of this run first; none if the two have the same."""
+    def _replaced(self, saved: ModelConfig) -> list[set[str]]:
+        """Return the names of this run's tensors that begin anew, and of the checkpoint's that are left out.
+
+        They are those of indexers that the other one lacks and, if the two have other depths, those of depths.
+        """
+        if saved == self.model:
+            return [set(), set()]
+        ours, theirs = map(tensors_of_indexers, (self.model, saved))
+        found = [ours - theirs, theirs - ours]
         if checkpoint.same_depths(saved, self.model):
-            return []
-        return [tensors_of_depths(model) for model in (self.model, saved)]
+            return found
+        return [names | tensors_of_depths(each) for names, each in zip(found, (self.model, saved), strict=True)]
 
     def _check_function(self, what: str, saved: ModelConfig) -> None:
-        """Raise CheckpointError if a network computes another function. With --finetune, its depths may differ."""
-        loading, model = self.config.checkpoint, self.model
-        if loading.finetune and not checkpoint.same_depths(saved, model):
-            if loading.load_casts and model.depths:
-                raise CheckpointError(
-                    f"{what} does not have the depths of --mtp-num-layers {model.depths}: this run begins them anew, "
-                    "which --load-casts cannot: leave it out"
-                )
-            fates = {"leaves out its depths ({})": saved.depths, "begins those of this run anew ({})": model.depths}
-            said = " and ".join(words.format(count) for words, count in fates.items() if count)
-            self.depth_notes = (f"note: {what} has other depths of multi-token prediction: --finetune {said}",)
-            saved, model = without_depths(saved), without_depths(model)
+        """Raise CheckpointError if a network computes another function.
+
+        With --finetune, its depths may differ, which of its layers have an indexer, and how many keys these choose.
+        """
+        model, self.finetune_notes = self.model, ()
+        if self.config.checkpoint.finetune:
+            anew, left_out = (sum(each.endswith(".indexer.query") for each in names) for names in self._replaced(saved))
+            if checkpoint.indexers_agree(saved, model):
+                if anew or left_out:
+                    self._note(what, "indexers", left_out, anew)
+                then, now = saved.dsa_indexer_topk, model.dsa_indexer_topk
+                if then and now and then != now:
+                    self.finetune_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
+                saved, model = without_indexers(saved), without_indexers(model)
+            if not checkpoint.same_depths(saved, model):
+                self._note(what, "depths of multi-token prediction", saved.depths, model.depths)
+                saved, model = without_depths(saved), without_depths(model)
         checkpoint.check_same_function(what, saved, model)
+
+    def _note(self, what: str, parts: str, left_out: int, anew: int) -> None:
+        """Note how many of these parts --finetune leaves out of a checkpoint, and how many it begins anew.
+
+        Raises CheckpointError if it cannot begin any.
+        """
+        kind = parts.partition(" ")[0]
+        if self.config.checkpoint.load_casts and anew:
+            raise CheckpointError(
+                f"{what} does not have the {parts} of this run ({anew}), which begins them anew, as --load-casts "
+                "cannot: leave it out"
+            )
+        fates = {f"leaves out its {kind} ({left_out})": left_out, f"begins those of this run anew ({anew})": anew}
+        said = " and ".join(words for words, count in fates.items() if count)
+        self.finetune_notes += (f"note: {what} has other {parts}: --finetune {said}",)
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)
@@ -107,4 +162,4 @@ class GPTNetworkTask(Task):
 
     def check_weights(self, opened: OpenedModel) -> set[str]:
         self._check_function(opened.what, opened.config)
-        return states_of_training(self.model).union(*self._replaced_depths(opened.config)[:1])
+        return states_of_training(self.model).union(*self._replaced(opened.config)[:1])

@@ -126,7 +126,7 @@ class GPTTask(GPTNetworkTask):
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.depth_notes)
+        return (*self._dispatcher_notes, *experts, *self.finetune_notes)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
@@ -136,7 +136,7 @@ class GPTTask(GPTNetworkTask):
         return dict(zip(THROUGHPUT, figures, strict=True))
 
     def figures(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> dict[str, float]:
-        figures: dict[str, float] = {}
+        figures = super().figures(micro_batches, updated=updated)
         if self.config.model.num_experts is not None and updated:
             figures |= expert_loads(self.chunks, len(self.config.model.all_layers), self.mesh)
         if self.cutting.ranks > 1 and self.cutting.layers:

@@ -28,10 +28,10 @@ from megalite.tasks import memory
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters
+from megalite.training.kernels import drops_by_rank
 from megalite.training.room_on_host import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
-from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current, on_gpu
 
 _MATRICES = "matrices of layers"
@@ -81,6 +81,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
         f"hidden {model.hidden_size}{_experts(model)}{_depths(model)}",
+        **_sparse(trainer, model),
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
         **_devices(trainer, task),
@@ -159,6 +160,21 @@ def _experts(model: ModelConfig) -> str:
     return f"; {layers} layers have {model.num_experts} experts, of which a token uses {model.moe_router_topk}"
 
 
+def _sparse(trainer: Summarized, model: ModelConfig) -> dict[str, object]:
+    """Return how many keys are chosen for sparse attention, and which parameters are trained if some are not."""
+    layers = [layer for layer in model.all_layers if layer.mixer == "sparse_attention"]
+    if not layers:
+        return {}
+    keys = "all keys, in the warm-up" if model.dsa_stage == "warmup" else f"{model.dsa_indexer_topk} keys of a token"
+    indexers = sum(layer.chooses for layer in layers)
+    lines: dict[str, object] = {"sparse attention": f"{len(layers)} layers, {indexers} with an indexer, to {keys}"}
+    counts = count_kinds(trainer.chunks, trainer.mesh, lambda parameter, _: str(parameter.requires_grad))
+    if counts["False"]:
+        which = "those of the indexers" if model.trains_indexers_alone else "all but those of the indexers"
+        lines["trained"] = f"{counts['True']:,} parameters: {which}"
+    return lines
+
+
 def _optimizer(trainer: Summarized) -> dict[str, object]:
     """Return the parameters that Muon updates, and those that it leaves to adam."""
     if trainer.config.optimizer.optimizer != "muon":
@@ -170,9 +186,13 @@ def _optimizer(trainer: Summarized) -> dict[str, object]:
 
 
 def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """Return a note on the operator whose dropout differs between layouts."""
-    fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
-    if model.attention_dropout == 0.0 or not (fused and model.has_attention):
+    """Return a note on the operator whose dropout differs between layouts, or on dropout that is drawn slowly."""
+    if model.attention_dropout > 0.0 and "sparse_attention" in model.kinds and on_gpu(device):
+        return {
+            "dropout": "masks of sparse attention are drawn on the host, which may take longer than all else in a "
+            "step: --attention-dropout 0 draws none"
+        }
+    if not drops_by_rank(model, device, dtype):
         return {}
     return {
         "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: with another layout, "

@@ -105,7 +105,7 @@ def _to_micro_batch(
         return part(torch.from_numpy(np.ascontiguousarray(array)))
 
     wide = torch.promote_types(dtype, torch.float32)
-    further = None
+    further, padding = None, fields["padding"]
     if cutting.depths:
         whole = [torch.from_numpy(np.ascontiguousarray(fields[name])) for name in ("tokens", "labels", "loss_mask")]
         tokens, labels, mask = further_tokens(whole[0], whole[1], whole[2], first, cutting.depths)
@@ -116,12 +116,13 @@ def _to_micro_batch(
         first_keys=None if first is None else moved(first, device),
         labels=own(fields["labels"]),
         loss_mask=own(fields["loss_mask"]).to(wide),
-        padding=None if fields["padding"] is None else own(fields["padding"]),
+        padding=None if padding is None else own(padding),
         replayed=None if fields["replayed"] is None else own(fields["replayed"]),
         key=RandomKey(seed, tuple(fields["sample_ids"])),
         layout=layout,
         bounds=bounds,
         further=further,
+        lengths=None if padding is None else moved((~torch.from_numpy(padding)).sum(1), device),
     )
 
 

@@ -22,9 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.process.output import printable, write_out
-from megalite.training.metrics import StepMetrics
+from megalite.training.metrics import LARGEST_LOGIT, StepMetrics
 
 _WIDTH = 40  # columns of the bar, and of the curve below it
+_SHOWN = {"indexer_loss": "indexer loss", LARGEST_LOGIT: "max attention logit"}
+"""Further figures of a step's line, which runs that have them are watched by."""
 _RECENT_STEPS = 20  # the remaining time is estimated from the mean duration of these last steps
 
 
@@ -146,6 +148,7 @@ class Display:
         ]
         if metrics.loss_scale != 1.0:
             parts.append(f"loss scale {metrics.loss_scale:,.0f}")
+        parts += [f"{words} {metrics.extra[name]:.4g}" for name, words in _SHOWN.items() if name in metrics.extra]
         if (mfu := metrics.throughput.get("mfu")) is not None:
             parts.append(f"MFU {mfu:.1%}")
         if metrics.skipped:

@@ -22,6 +22,8 @@ from torch import nn
 
 from megalite.config import RunConfig
 from megalite.config.kernels import KernelsConfig
+from megalite.config.layer_specs import kinds_without_attention
+from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
 from megalite.model.context_parallel import ContextParallelCore
@@ -30,6 +32,7 @@ from megalite.model.heads_norm import HeadsNorm
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
+from megalite.model.sparse_attention import SparseAttention
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
@@ -47,6 +50,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (HeadsNorm, "forward"),
     (LatentAttention, "share"),  # a message
     (LatentAttention, "attend"),
+    (SparseAttention, "attend_to_chosen"),
     (ReplicatedLinear, "forward"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
@@ -78,17 +82,19 @@ def choose_kernels(config: KernelsConfig) -> None:
     use(kernels)
 
 
-def drops_by_rank(config: RunConfig, device: torch.device) -> bool:
-    """Tell whether context-parallel ranks on such devices would drop other probabilities than one rank does."""
-    dtype, model = getattr(torch, config.training.dtype), config.model
+def drops_by_rank(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """Tell whether a fused operator of such devices draws dropout masks of its own, which differ between layouts."""
     fused = model.softmax_type == "vanilla" and draws_its_own(device, dtype, model.attn_logit_softcapping)
-    return fused and model.has_attention and model.attention_dropout > 0.0
+    # With dropout, sparse attention is in blocks, whose masks are drawn by position.
+    with_operator = not model.kinds - {"sparse_attention"} <= kinds_without_attention()
+    return fused and with_operator and model.attention_dropout > 0.0
 
 
 def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
     """Raise ConfigurationError if context-parallel ranks would drop other probabilities than one rank does."""
     model, parallel = config.model, config.parallel
-    if parallel.context_parallel_size > 1 and drops_by_rank(config, device):
+    dtype = getattr(torch, config.training.dtype)
+    if parallel.context_parallel_size > 1 and drops_by_rank(model, device, dtype):
         raise ConfigurationError(
             f"--attention-dropout {model.attention_dropout} with --context-parallel-size "
             f"{parallel.context_parallel_size}: the fused operator of this GPU draws its own mask, which depends on "

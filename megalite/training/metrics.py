@@ -100,13 +100,15 @@ _KINDS = StepMetrics, ValidationMetrics, TestMetrics, SampleMetrics
 _LONGEST_LINE = 2**24  # characters: a damaged file may be one line
 THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
 """Figures of a language model's speed."""
+LARGEST_LOGIT = "max_attention_logit"
+"""Figure of the largest logit of attention in a step."""
 ON_REQUEST = {
     *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("staleness", "dropped_gradients", "left_out_samples", "host_memory_bytes", "memory_copy_s"),
     *("kept_micro_batches", "predicted_memory_bytes"),
     *("memory_bytes", "memory_growth_bytes", "memory_beyond_prediction_bytes"),
-    *("max_expert_load", "min_expert_load", "dropped_assignments"),
+    *("max_expert_load", "min_expert_load", "dropped_assignments", LARGEST_LOGIT),
     *("wait_s", "communication_share", "scaling_efficiency"),
     *("data_time_s", "save_time_s", "evaluation_time_s", "start_time_s"),
 }

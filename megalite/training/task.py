@@ -195,6 +195,13 @@ class Task(ABC):
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         """Raise CheckpointError if a checkpoint's network does not compute the function of this one."""
 
+    def check_trained(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if the run that saved a checkpoint has not trained the same weights as this one.
+
+        It is called if the optimizer's state is loaded, which frozen weights do not have.
+        """
+        return
+
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         """Return the names of tensors that a checkpoint may lack, or may have in addition."""
         return set()

@@ -402,6 +402,7 @@ class Trainer:
             self.task.check_compatible(path, described)
             if resume_point.optimizer:
                 check_optimizers(path, described, self.task.optimizers)
+                self.task.check_trained(path, described)
         state = checkpoint.load(
             path,
             self.network,

@@ -26,12 +26,14 @@ from tests.mixers_oracle import Mixers
 from tests.oracle import Dropout, Oracle
 from tests.prediction_oracle import Depths
 from tests.prediction_weights import NetworkWithDepths
+from tests.sparse_oracle import Indexing
 
 SEQUENCE = 12
 LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
 LAYERS = 4
 HIDDEN = 16
 DEPTHS_FACTOR = 0.6
+CLIP_ALPHA = 0.3
 
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
 """(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
@@ -49,6 +51,19 @@ LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
     "few": (3, 2, 4, 4, 6),
 }
 """Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
+INDEXING = {
+    "few": Indexing(3, 6, 5),
+    "few, heavy": Indexing(3, 6, 5, coefficient=7.0),
+    "sparse loss": Indexing(2, 4, 4, sparse_loss=True, interleaved=True),
+    "without relu": Indexing(1, 5, 3, relu=False),
+    "more than is seen": Indexing(4, 4, 50),
+    "without loss": Indexing(4, 4, 6, coefficient=None),
+    "warmup": Indexing(3, 6, 5, stage="warmup"),
+    "indexer": Indexing(2, 4, 6, stage="indexer", sparse_loss=True),
+    "every second": Indexing(3, 4, 5, every=2),
+    "from the second on": Indexing(3, 4, 5, every=3, offset=2, sparse_loss=True),
+}
+"""Options of sparse attention; rotated are at most 4 channels."""
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
@@ -147,6 +162,7 @@ class Cell:
     no_rope_freq: str | None = None  # layers without rotary positions
     output_norm_freq: str | None = None  # layers with norms behind their halves
     latents: str | None = None  # attention over latents of these sizes
+    indexing: str | None = None  # sparse attention with an indexer of these options
     yarn: bool = False  # with factors of the scores
     without_positions: bool = False  # for latents: neither a table nor a rotation
     softmax_type: str = "vanilla"
@@ -194,6 +210,7 @@ class Cell:
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     per_head: bool = False  # matrices of Muon
+    fused_qkv: bool = False  # one matrix of queries, gates, keys and values
     steps: int = 1
     first_step: int = 0
     clip_grad: float = 0.0
@@ -203,6 +220,8 @@ class Cell:
     gradient_dtype: str | None = None  # if it is not dtype (fp32 for narrower dtypes)
     narrow: bool = False  # moments in bf16, masters in fp16
     compiled: str | None = None  # backend of torch.compile for the layers
+    qk_clip: float | None = None  # threshold of the largest logit of a head
+    logs_logits: bool = False  # without a clip
     eight_bits: bool = False  # moments in fp8, masters as remainders
     on_host: float = 0.0  # share of the elements whose optimizer state is there
     arrive_late: bool = False  # gradients and weights travel during backward and forward
@@ -353,6 +372,7 @@ def latent_options(cell: Cell) -> dict[str, Any]:
     yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.4}
     return {
         "multi_latent_attention": cell.pattern is None,
+        **indexing_options(cell),
         "q_lora_rank": query_rank,
         "kv_lora_rank": rank,
         "qk_head_dim": keys,
@@ -365,6 +385,35 @@ def latent_options(cell: Cell) -> dict[str, Any]:
         **(yarn | {"yarn_original_max_position_embeddings": 64} if cell.yarn else {}),
         **({"position_embedding_type": "none"} if cell.without_positions else {}),
     }
+
+
+def indexing_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of sparse attention; none in networks without it."""
+    if cell.indexing is None:
+        return {}
+    indexing = INDEXING[cell.indexing]
+    return {
+        "experimental_attention_variant": "dsa" if cell.pattern is None else None,
+        "dsa_indexer_n_heads": indexing.heads,
+        "dsa_indexer_head_dim": indexing.width,
+        "dsa_indexer_topk": indexing.topk,
+        "dsa_indexer_loss_coeff": indexing.coefficient,
+        "dsa_indexer_use_sparse_loss": indexing.sparse_loss,
+        "dsa_stage": indexing.stage,
+        "dsa_indexer_rope_interleaved": indexing.interleaved,
+        "dsa_indexer_scoring_relu": indexing.relu,
+        "dsa_indexer_k_norm_epsilon": indexing.epsilon,
+        "dsa_indexer_topk_freq": indexing.every,
+        "dsa_indexer_skip_topk_offset": indexing.offset,
+    }
+
+
+def sparse_layers(cell: Cell) -> dict[int, int]:
+    """Return the numbers, among layers of latent attention, of those with sparse attention, with their places."""
+    if cell.indexing is None:
+        return {}
+    letters = "D" * LAYERS if cell.pattern is None else cell.pattern.replace("|", "")
+    return {sum(map(letters[:place].count, "+D")): place for place, letter in enumerate(letters) if letter == "D"}
 
 
 def _plain_model(cell: Cell) -> ModelConfig:
@@ -424,6 +473,10 @@ def _plain_model(cell: Cell) -> ModelConfig:
         mtp_loss_scaling_factor=DEPTHS_FACTOR if cell.depths else ModelConfig.mtp_loss_scaling_factor,
         mtp_use_repeated_layer=cell.repeated,
         mtp_detach_heads=cell.detached,
+        qk_clip=cell.qk_clip is not None,
+        qk_clip_alpha=CLIP_ALPHA,
+        qk_clip_threshold=cell.qk_clip or 100.0,
+        log_max_attention_logit=cell.logs_logits,
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
     )
@@ -529,6 +582,10 @@ def network(cell: Cell) -> Network:
         kimi=KIMI[cell.recurrent],
         router_bias=oss,
         latents=None if cell.latents is None else LATENTS[cell.latents],
+        indexers=None if cell.indexing is None else (INDEXING[cell.indexing].heads, INDEXING[cell.indexing].width),
+        indexed=tuple(
+            number for number, place in sparse_layers(cell).items() if INDEXING[cell.indexing or ""].has_indexer(place)
+        ),
     )
 
 
@@ -542,6 +599,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         adam_eps=1e-6,
         sgd_momentum=0.9,
         muon_nesterov=True,
+        muon_split_qkv=not cell.fused_qkv,
         muon_split_qkv_per_head=cell.per_head,
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,
@@ -574,6 +632,8 @@ def oracle(cell: Cell) -> Oracle:
         found = replace(oracle(replace(cell, latents=None)), latent_epsilon=1e-3 if cell.qk_layernorm else None)
         yarn = {"position_embedding_type": "yarn", "yarn_factor": 4.0, "yarn_original": 64, "yarn_mscales": (0.7, 0.4)}
         found = replace(found, **yarn) if cell.yarn else found  # type: ignore[arg-type]
+        if cell.indexing is not None:
+            found = replace(found, indexing=INDEXING[cell.indexing], sparse=frozenset(sparse_layers(cell)))
         return replace(found, position_embedding_type="none") if cell.without_positions else found
     if cell.pattern is not None:
         mixers = Mixers(strength=2.0 if cell.recurrent == "wide" else 1.0, bound=KIMI[cell.recurrent][3])

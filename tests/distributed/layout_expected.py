@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import (
+    CLIP_ALPHA,
     Cell,
     batch,
     depths,
@@ -35,6 +36,7 @@ from tests.harness.close import (
 from tests.harness.rank_pool import RankPools
 from tests.muon import Muon, matrices
 from tests.oracle import Routing, loss_sum_and_count
+from tests.qk_clip import Array, clip
 from tests.rules import RULES, ByHand
 
 Tensors = dict[str, Tensor]
@@ -144,6 +146,8 @@ class Expected:
     losses: list[float]
     gradient_norms: list[float]
     states: Tensors
+    largest: list[dict[str, Array]]
+    """Largest logits of each step, [heads] by the begin of the names of a layer's weights."""
 
 
 @functools.cache
@@ -151,10 +155,15 @@ class Expected:
 def expected(alone: Cell) -> Expected:
     """Return the oracle's training from the initial weights of every layout; `alone` is a `Cell.alone()`."""
     initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
-    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
-    optimizers = torch_optimizers(alone, weights)
+    indexing = oracle(alone).indexing
+    weights = {name: value.clone() for name, value in initial.items()}
+    trained = {name: each for name, each in weights.items() if indexing is None or indexing.trains(name)}
+    for each in trained.values():
+        each.requires_grad_()
+    optimizers = torch_optimizers(alone, trained)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
+    largest: list[dict[str, Array]] = []
     wide = torch.promote_types(alone.torch_dtype, torch.float32)
     for step in alone.step_numbers:
         whole = batch(alone, step)
@@ -163,12 +172,14 @@ def expected(alone: Cell) -> Expected:
         offsets = {name.removesuffix("quantile_offset"): each for name, each in states.items() if "offset" in name}
         routing = Routing(biases, whole.padding, offsets=offsets)
         dropped = dropout(alone, step, SEED)
-        normed = oracle(alone).normed(weights, *fields, dropped, routing)
-        logits = oracle(alone).logits_of(weights, normed)
+        largest.append({})
+        model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
+        normed = model.normed(weights, *fields, dropped, routing)
+        logits = model.logits_of(weights, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)
         shared = (whole.positions, whole.document_ids, whole.loss_mask, dropped, routing)
-        further = depths(alone).losses(oracle(alone), weights, normed, text, *shared, **loss_terms(alone))
+        further = depths(alone).losses(model, weights, normed, text, *shared, **loss_terms(alone))
         loss = total / count.clamp(min=1.0) + sum(further)
         experts = oracle(alone).experts
         if experts is not None:
@@ -184,25 +195,30 @@ def expected(alone: Cell) -> Expected:
                 if "global_aux_loss" in experts.losses:
                     counts = record.by_score.sum((0, 1))
                     states[f"{name}previous_load"] = (counts / counts.sum()).to(wide).detach()
-        for weight in weights.values():
+        if indexing is not None and indexing.coefficient:
+            queries = whole.tokens.numel() if whole.padding is None else (~whole.padding).sum()
+            loss = loss + indexing.coefficient * sum(routing.choices.divergences) / queries
+        for weight in trained.values():
             weight.grad = None
         loss.backward()
-        norm = torch.cat([_gradient(weight).flatten() for weight in weights.values()]).norm().item()
+        norm = torch.cat([_gradient(weight).flatten() for weight in trained.values()]).norm().item()
         if alone.clip_grad:
-            for weight in weights.values():
+            for weight in trained.values():
                 _gradient(weight).mul_(min(1.0, alone.clip_grad / (norm + 1e-6)))
         if step == alone.first_step:
-            gradients = {name: _gradient(weight).clone() for name, weight in weights.items()}
+            gradients = {name: _gradient(weight).clone() for name, weight in trained.items()}
         now = rates(alone, step)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = now.token_table_learning_rate if group["table"] else now.learning_rate
                 group["weight_decay"] = 0.0 if group["free"] else now.weight_decay
             optimizer.step()
+        if alone.qk_clip is not None:
+            clip(weights, largest[-1], alone.qk_clip, CLIP_ALPHA)
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(initial, gradients, final, losses, norms, states)
+    return Expected(initial, gradients, final, losses, norms, states, largest)
 
 
 def _even(record: Record) -> Tensor:
@@ -237,7 +253,10 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
     if not whole:
         return [adam]
-    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head)]
+    return [
+        adam,
+        Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov, per_head=cell.per_head, fused=cell.fused_qkv),
+    ]
 
 
 def group_of(name: str) -> str:
@@ -269,15 +288,16 @@ def assert_as_expected(cell: Cell, result: Result) -> None:
 
 
 def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
-    names = set(wanted.initial)
-    assert set(result.initial) == set(result.gradients) == set(result.final) == names
+    names, trained = set(wanted.initial), set(wanted.gradients)
+    assert set(result.initial) == set(result.final) == names
+    assert set(result.gradients) == trained
     assert ("output" in names) is not cell.tied
     assert not any(result.skipped)
     for name in names:
         assert_bits_equal(result.initial[name], wanted.initial[name], f"initial {name}")
     assert_number_close(result.losses[0], wanted.losses[0], "loss")
     assert_number_close(result.gradient_norms[0], wanted.gradient_norms[0], "gradient norm")
-    for name in names:
+    for name in trained:
         actual, gradient = result.gradients[name], wanted.gradients[name]
         assert_gradient_close(actual, gradient, wanted.gradient_norms[0], f"gradient of {name}")
     assert set(result.states) == set(wanted.states)
@@ -287,8 +307,11 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
     for group, expected in norms_by_group(wanted.gradients).items():
         assert_number_close(result.figures[f"gradient {group}"], expected / clipping, f"gradient norm of {group}")
-    for group, expected in norms_by_group(result.final).items():
+    for group, expected in norms_by_group({name: result.final[name] for name in trained}).items():
         assert_number_close(result.figures[f"parameter {group}"], expected, f"norm of {group}")
+    if cell.qk_clip is not None or cell.logs_logits:
+        found = max(logits.max() for logits in wanted.largest[-1].values())
+        assert_number_close(result.figures["largest logit"], float(found), "largest logit")
     zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in result.gradients.values())
     assert result.figures["zeros"] == zeros, "zeros in the gradient"
     for step in range(1, cell.steps):

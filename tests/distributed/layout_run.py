@@ -36,6 +36,7 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import initial_values, initialize
+from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.linear import RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
@@ -105,7 +106,8 @@ class RankResult:
     states: list[Held]
     """States of the modules after the last step."""
     figures: dict[str, float]
-    """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient."""
+    """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient; the
+    largest logit of the last step if it is measured."""
 
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
@@ -148,6 +150,8 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
             figures = {f"gradient {group}": norm for group, norm in update.gradient_norms.items()}
             figures["zeros"] = zeros_in_gradients(optimizer.buckets, mesh)
     figures |= {f"parameter {group}": norm for group, norm in optimizer.parameter_norms().items()}
+    if model_config(cell).measures_logits:
+        figures["largest logit"] = largest_of_all(chunks, mesh)
     with unsharded_parameters(optimizer):
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
@@ -202,7 +206,8 @@ class Training:
         with several_chunks_of_logits(), self._as_declared(actions):
             sums = self.engine.run(actions, micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
-        if not (update.skipped or self.cell.slices_on_host):  # slices are fetched by the blocks, too
+        # Slices are fetched by the blocks, too, and clipped weights are sent once more.
+        if not (update.skipped or self.cell.slices_on_host or self.cell.qk_clip):
             assert_as_declared(optimizer, begun)
         means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
         return sum(term.weight * means[term.name] for term in self.terms), update

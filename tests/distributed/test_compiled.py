@@ -115,6 +115,8 @@ def test_recurrent_layers_are_left_out_but_for_their_projections(rank_pools: Ran
     cells = [make_cell(rest | {"pattern": pattern}, steps=2) for pattern in ("MGL*K-", "MMGLLL*KK--")]
     latents = {"latents": "narrow values", "qk_layernorm": True, "family": "llama", "pattern": "+-+-"}
     cells += [make_cell(rest | latents | more, steps=2) for more in ({}, {"cp": 1, "tp": 2})]
+    sparse = latents | {"pattern": "D-D-", "indexing": "few"}
+    cells += [make_cell(rest | sparse | more, steps=2) for more in ({}, {"cp": 1, "tp": 2})]
     results, graphs = run(rank_pools, cells)
     for cell, result in zip(cells, results, strict=True):
         assert_as_expected(cell, result)

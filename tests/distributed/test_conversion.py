@@ -26,10 +26,11 @@ STEPS, BATCH, RATE = 20, 4, 1e-3
 SLOW = 1e-4
 """Learning rate where a choice of experts, or writes twice as strong, make rounding grow from step to step."""
 TRAINED = ["llama", "gpt2", "nemotron-h-dense", "bamba", "granite-dense", "qwen3.5", "lfm2", "olmo-hybrid"]
-TRAINED += ["deepseek-v2", "deepseek-v3", "kimi-linear"]
+TRAINED += ["deepseek-v2", "deepseek-v3", "deepseek-v32", "glm-moe-dsa", "kimi-linear"]
 TRAINED += ["qwen3-next", "qwen3.5-moe", "nemotron-h", "nemotron-3", "granite", "gpt-oss", "minimax-m2", "olmoe"]
 
 WITH_BIAS = ["nemotron-h", "nemotron-3", "minimax-m2", "deepseek-v3", "kimi-linear"]
+WITH_BIAS += ["deepseek-v32", "glm-moe-dsa"]
 """Models with a bias of the choice of experts, which transformers leaves as it is."""
 
 
@@ -51,7 +52,7 @@ def export(run: Path, folder: Path) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", wide_except(CONFIGS, ["glm4-moe", "nemotron-h", "qwen3-next", "deepseek-v3"]))
+@pytest.mark.parametrize("name", wide_except(CONFIGS, ["glm4-moe", "nemotron-h", "qwen3-next", "glm-moe-dsa"]))
 def test_from_hugging_face_onto_ranks_and_back(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
     tokens = theirs.tokens()
     expected = theirs.logits(theirs.save(tmp_path / "theirs", name), tokens)
@@ -103,3 +104,21 @@ def test_training_goes_as_with_transformers(name: str, tp: int, pp: int, tmp_pat
     trained = export(tmp_path / "run", tmp_path / "ours")
     # AdamW's first steps have the same size for any gradient: if it is nearly 0, rounding decides the sign.
     assert (theirs.logits(trained, theirs.tokens()) - theirs.logits(model, theirs.tokens())).abs().max() <= 1e-3
+
+
+def test_a_dense_model_warms_indexers_up(tmp_path: Path, rank_pools: RankPools) -> None:
+    """They begin anew, and its own weights, to which the warm-up does nothing, are written as they were."""
+    model = theirs.save(tmp_path / "dense", "deepseek-v3")
+    sparse = (
+        "--experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 6 --dsa-indexer-topk 5"
+    )
+    stage = "--dsa-indexer-k-norm-epsilon 1e-6 --dsa-indexer-loss-coeff 1.0 --dsa-stage warmup --finetune"
+    given = [*flags(tmp_path / "dense", tmp_path / "run", 2), *sparse.split(), *stage.split(), "--sequence-parallel"]
+    ((tokens, labels), _) = conversion_run.batches(given, BATCH)
+    expected = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), labels.flatten()).item()
+    for losses in rank_pools(2).run(conversion_run.train, given, tp=2, pp=1, steps=2):
+        assert abs(losses[0] - expected) <= 1e-5
+    assert export(tmp_path / "run", tmp_path / "ours").config.model_type == "deepseek_v32"
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("dense", "ours"))
+    assert all(torch.equal(values, after[name]) for name, values in before.items() if "correction_bias" not in name)
+    assert len({*after} - {*before}) == 4 * 5

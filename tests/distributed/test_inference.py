@@ -38,6 +38,8 @@ CELLS = (
     Cell("llama", latents="narrow values", qk_layernorm=True, yarn=True),
     Cell("gpt2", latents="wide values", pattern="+-G+", output_gate=True),
     Cell("deepseek", latents="few", qk_layernorm=True),
+    Cell("llama", latents="narrow values", indexing="few", yarn=True),
+    Cell("gpt2", latents="wide values", pattern="DDD-D", indexing="every second", output_gate=True),
 )
 LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
 

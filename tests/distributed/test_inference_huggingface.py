@@ -35,6 +35,8 @@ NAMES = (
     "deepseek-v2",
     "deepseek-v3",
     "moonlight",
+    "deepseek-v32",
+    "glm-moe-dsa",
     "kimi-linear",
 )
 PROMPTS = [[31, 41, 59, 26, 53, 58, 9, 7, 9], [3, 23], [8, 46, 26, 43, 38]]

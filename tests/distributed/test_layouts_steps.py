@@ -115,13 +115,21 @@ OF_HEADS: dict[str, Row] = {
     "gates": {"tp": 2, "dp": 2, "zero": 1, "sequence_parallel": True, "key_values": "gqa", "output_gate": True},
     "experts": {"tp": 1, "ep": 2, "dp": 2, "family": "mixtral", "key_values": "mha"},
 }
-"""Layouts on which Muon has a matrix for each head."""
+"""Layouts on which Muon has a matrix for each head, or one of all queries, keys and values."""
 
 
 @pytest.mark.parametrize("name", wide_except(OF_HEADS, ["groups on two ranks", "zero3"]))
 def test_each_head_has_matrices_of_its_own(name: str, rank_pools: RankPools) -> None:
     row = {"cp": 1, "pp": 1, "family": "llama"} | OF_HEADS[name]
     cell = make_cell(row, optimizer="muon", per_head=True, steps=STEPS_OF_MANY)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("name", wide_except(OF_HEADS, ["groups on two ranks"]))
+def test_queries_keys_and_values_can_be_one_matrix(name: str, rank_pools: RankPools) -> None:
+    row = {"cp": 1, "pp": 1, "family": "llama"} | OF_HEADS[name]
+    cell = make_cell(row, optimizer="muon", fused_qkv=True, steps=STEPS_OF_MANY)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 

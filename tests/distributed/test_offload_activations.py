@@ -98,6 +98,7 @@ FEW: list[Row] = [
     {"pattern": "GM-E", "family": "mixtral", "cp": 2, "offload": "some modules", "recompute": "selective"},
     {"pattern": "M-|G*", "pp": 2, "offload": "1 layer", "recompute": "selective"},
     {"pattern": "+-G+", "latents": "narrow values", "qk_layernorm": True, "cp": 2, "offload": "modules"},
+    {"pattern": "D-+D", "latents": "few", "indexing": "few", "tp": 2, "cp": 2, "offload": "modules"},
 ]
 """Rows with what is not the plainest in them."""
 

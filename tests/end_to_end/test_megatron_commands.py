@@ -39,6 +39,7 @@ WIDE = {
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async": (2, 1),
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_async_mcore": (4, 2),
     "gpt/gpt3_mcore_te_tp2_pp1_gdn_no_nvrx_sync": (2, 1),
+    "gpt/gpt3_mcore_te_tp2_pp2_dsa": (4, 1),
     "gpt/gpt3_mcore_te_tp2_pp2_mla": (4, 1),
     "gpt/gpt3_mcore_te_tp2_pp2_mla_1node": (2, 1),
     "moe/deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap": (2, 1),

@@ -71,6 +71,8 @@ _LATENT = {
     "moe_intermediate_size": 12,
     "rms_norm_eps": 0.1,  # so that small outputs, and their rounding, are not made large; latents' norms have 1e-6
 }
+_INDEXER = {"index_n_heads": 32, "index_head_dim": 6, "index_topk": 7}
+"""So many heads that one gives each key a score above 0: equal scores are chosen by index here, anyhow there."""
 _LATENT_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 _HALF = {"rope_type": "default", "rope_theta": 700.0, "partial_rotary_factor": 0.5}
@@ -333,6 +335,32 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "deepseek-v32": (
+        transformers.DeepseekV32Config,
+        _LATENT
+        | _INDEXER
+        | {
+            "q_lora_rank": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _LATENT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0},
+            "max_position_embeddings": 128,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm-moe-dsa": (
+        transformers.GlmMoeDsaConfig,
+        _LATENT
+        | _INDEXER
+        | {
+            "q_lora_rank": 12,
+            "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "rope_theta": 700.0,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "kimi-linear": (
         transformers.KimiLinearConfig,
         {
@@ -407,6 +435,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 _HEADS_OF_HIDDEN = (transformers.Qwen2Config, transformers.Qwen2MoeConfig, transformers.OlmoeConfig)
 _HEADS_OF_HIDDEN += (transformers.Olmo2Config, transformers.OlmoHybridConfig)
 _HEADS_OF_HIDDEN += (transformers.DeepseekV2Config, transformers.DeepseekV3Config, transformers.KimiLinearConfig)
+_HEADS_OF_HIDDEN += (transformers.DeepseekV32Config, transformers.GlmMoeDsaConfig)
 """Families in which the width of a head follows from other sizes."""
 _LAST_NORMS = {"transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight"}
 _LAST_NORMS |= {f"model.{name}.weight" for name in ("norm", "norm_f", "final_layernorm", "embedding_norm")}
@@ -477,6 +506,10 @@ def add_prediction_layers(folder: Path, depths: int, seed: int = 7) -> dict[str,
     one, width = torch.ones(word.shape[1]), word.shape[1]
     own |= {f"{name}.weight": one for name in ("enorm", "hnorm", "shared_head.norm")}
     own |= {"eh_proj.weight": torch.empty(width, 2 * width)}
+    first = "model.layers.0."  # has an indexer even if the last one has none
+    own |= {
+        name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(f"{first}self_attn.i")
+    }
     for number in range(layers, layers + depths):
         for name, like in own.items():
             values = torch.randn(like.shape, generator=generator)
@@ -498,6 +531,12 @@ def logits_of_depths(folder: Path, depths: int, ids: Tensor) -> list[Tensor]:
     # transformers 5.24 knows only the numbers of published models.
     numbers = "|".join(str(layers + depth) for depth in range(depths))
     model._keys_to_ignore_on_load_unexpected = [rf"layers\.(?:{numbers})\."]
+    if model.config.model_type == "deepseek_v32":  # it does not know of its sparse attention there, but computes it
+        model.config.num_mtp_layers = depths
+        model.config.mtp_layer_types, model.config.mtp_mlp_layer_types = (
+            ["full_attention"] * depths,
+            ["sparse"] * depths,
+        )
     predicting = MtpModel.from_pretrained(model).eval()
     hidden, found = model(input_ids=ids, output_hidden_states=True).hidden_states[-1], []
     for depth in range(1, depths + 1):

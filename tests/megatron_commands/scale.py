@@ -26,7 +26,7 @@ from megalite.preprocessing.tokenizer_training import train_tokenizer
 
 PATTERN, LINEAR = "hybrid-layer-pattern", ("linear-key-head-dim", "linear-value-head-dim")
 LETTERS, FREQUENCY = "pipeline-model-parallel-layout", "moe-layer-freq"
-OF_HEADS = ("kv-channels", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+OF_HEADS = ("kv-channels", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim", "dsa-indexer-head-dim")
 OF_HIDDEN = (
     *("ffn-hidden-size", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size"),
     *("q-lora-rank", "kv-lora-rank"),
@@ -154,6 +154,7 @@ def _sizes(flags: Mapping[str, str], stages: int) -> dict[str, int]:
         **{name: max(round(of(name) * narrower / 8) * 8, 8) for name in OF_HIDDEN},
         "num-experts": min(of("num-experts"), max(EXPERTS, of("moe-router-num-groups") * chosen_of_group)),
         "seq-length": LENGTH,
+        "dsa-indexer-topk": LENGTH * of("dsa-indexer-topk") // length,
         "max-position-embeddings": LENGTH * of("max-position-embeddings", length) // length,
         "vocab-size": 255,
     }

@@ -207,6 +207,9 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --qk-layernorm"),
         ("--qk-layernorm --qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --normalization RMSNorm"),
+        ("--qk-clip --qk-clip-alpha 1", "--qk-clip-alpha 1.0: must be above 0 and below 1"),
+        ("--qk-clip --qk-clip-alpha 0", "--qk-clip-alpha 0.0: must be above 0 and below 1"),
+        ("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0.0: must be above 0"),
         ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
         ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
         ("--moe-router-bias", "--moe-router-bias needs --num-experts"),
@@ -574,7 +577,7 @@ LATENTS = (
     "--position-embedding-type rope"
 )
 SWITCH = f"--multi-latent-attention {LATENTS}"
-WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
+WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-attention (+ or D in a pattern)"
 
 
 @pytest.mark.parametrize(
@@ -606,7 +609,7 @@ WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-at
         (
             f"--hybrid-layer-pattern *-+- {LATENTS}",
             1,
-            ["a network has attention (*) or latent attention (+), not both: choose one letter"],
+            ["a network has attention (*) or attention over latents (+, D), not both: choose one"],
         ),
         (
             f"--hybrid-layer-pattern +-+- {LATENTS} --tp 8",
@@ -624,6 +627,112 @@ WITHOUT_LATENTS = "attention without latents: drop it, or drop --multi-latent-at
 )
 def test_latent_attention_that_does_not_fit(flags: str, world_size: int, expected: list[str]) -> None:
     assert problems(flags, world_size) == expected
+
+
+SPARSE = f"{SWITCH} --experimental-attention-variant dsa"
+INDEXER = "--dsa-indexer-n-heads 4 --dsa-indexer-head-dim 16 --dsa-indexer-topk 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        (
+            SPARSE,
+            1,
+            [f"sparse attention needs --dsa-indexer-{name}" for name in ("n-heads", "head-dim", "topk")],
+        ),
+        (
+            f"{SWITCH} --dsa-indexer-topk 8",
+            1,
+            ["--dsa-indexer-topk needs --multi-latent-attention and --experimental-attention-variant dsa"],
+        ),
+        (
+            f"--hybrid-layer-pattern +-+- {LATENTS} --dsa-indexer-topk 8",
+            1,
+            ["--dsa-indexer-topk needs sparse attention, D in --hybrid-layer-pattern"],
+        ),
+        (
+            "--experimental-attention-variant dsa",
+            1,
+            ["--experimental-attention-variant dsa needs --multi-latent-attention"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --linear-attention-freq 2",
+            1,
+            ["--linear-attention-freq needs --experimental-attention-variant gated_delta_net"],
+        ),
+        (
+            f"--experimental-attention-variant dsa {INDEXER}",
+            1,
+            ["--experimental-attention-variant dsa needs --multi-latent-attention"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-loss-coeff 1 --dsa-stage indexer --qk-clip",
+            1,
+            ["--qk-clip scales the weights of queries and keys, which --dsa-stage indexer freezes: drop it"],
+        ),
+        (f"{SPARSE} {INDEXER} --window-size 4,0", 1, [f"--window-size needs {WITHOUT_LATENTS}"]),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-head-dim 1",
+            1,
+            ["--dsa-indexer-head-dim 1 is less than --qk-pos-emb-head-dim 2, its rotated channels"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-stage warmup",
+            1,
+            ["--dsa-stage needs --dsa-indexer-loss-coeff above 0: without it indexers are not trained"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 0",
+            1,
+            [
+                "--dsa-indexer-use-sparse-loss needs --dsa-indexer-loss-coeff above 0: without it indexers are not "
+                "trained"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-use-sparse-loss --dsa-indexer-loss-coeff 1 --dsa-stage warmup",
+            1,
+            [
+                "--dsa-indexer-use-sparse-loss needs --dsa-stage sparse or indexer: in the warm-up attention is to all "
+                "keys, and so is the loss"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-skip-topk-offset 2",
+            1,
+            ["--dsa-indexer-skip-topk-offset needs --dsa-indexer-topk-freq above 1"],
+        ),
+        (
+            f"--hybrid-layer-pattern *-D- {LATENTS} {INDEXER}",
+            1,
+            ["a network has attention (*) or attention over latents (+, D), not both: choose one"],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --dsa-indexer-topk-freq 4 --pp 2",
+            2,
+            [
+                "the first layer of sparse attention of stage 1 has no indexer (--dsa-indexer-topk-freq 4 and "
+                "--dsa-indexer-skip-topk-offset 0, which count layers of all kinds), and what another stage has chosen "
+                "does not reach it: change them, or divide the layers otherwise"
+            ],
+        ),
+        (
+            f"{SPARSE} {INDEXER} --tp 8",
+            8,
+            ["--num-attention-heads 12 is not divisible by --tensor-model-parallel-size 8"],
+        ),
+    ],
+)
+def test_sparse_attention_that_does_not_fit(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
+
+
+def test_ways_of_context_parallelism_change_nothing_where_all_attention_is_sparse() -> None:
+    flags = f"{VALID} --cp 2 --cp-comm-type a2a {LATENTS} {INDEXER} --hybrid-layer-pattern"
+    why = "--cp-comm-type a2a: changes nothing, since sparse attention gathers the latents of a sample"
+    assert why in parse_arguments(f"{flags} D-D-".split()).notes
+    assert why not in parse_arguments(f"{flags} +-D-".split()).notes
 
 
 def test_a_width_of_heads_changes_nothing_beside_latents() -> None:
@@ -923,6 +1032,16 @@ def test_coefficients_of_zero_are_noted() -> None:
         "--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start",
         "--moe-z-loss-coeff 0: there is no z-loss, and none is recorded",
     )
+
+
+def test_indexers_that_change_nothing_are_noted() -> None:
+    given = f"{VALID} {SPARSE} {INDEXER} --dsa-indexer-topk 1024".split()
+    all_keys = "--dsa-indexer-topk 1024 with --seq-length 32: attention is to all keys"
+    frozen = "indexers are frozen: --dsa-indexer-loss-coeff above 0 trains them"
+    trained = ["--dsa-indexer-loss-coeff", "1"]
+    assert parse_arguments(given).notes == (frozen, all_keys)
+    assert parse_arguments([*given, *trained]).notes == (all_keys,)
+    assert parse_arguments([*given, *trained, "--dsa-stage", "warmup"]).notes == ()
 
 
 def test_options_of_experts_need_experts() -> None:

@@ -26,6 +26,7 @@ FP8 = torch.float8_e4m3fn
 QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"hidden_size": 144, "intermediate_size": 260, "q_lora_rank": 130},
+    "deepseek-v32": {"hidden_size": 144, "intermediate_size": 260, "q_lora_rank": 130, "index_head_dim": 12},
     "kimi-linear": {"hidden_size": 144, "intermediate_size": 260},
     "minimax-m2": {"hidden_size": 144, "intermediate_size": 130},
 }
@@ -42,7 +43,7 @@ def of_tiles(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def quantized(name: str) -> bool:
-    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight"))
+    return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight", ".wq_b.weight", ".wk.weight"))
 
 
 def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
@@ -52,7 +53,7 @@ def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
     tensors: dict[str, Tensor] = load_file(plain / "model.safetensors")
     of_files: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for seed, key in enumerate(sorted(tensors)):
-        tensors[key] = tensors[key].to(tensors[key].dtype if "bias" in key else dtype)
+        tensors[key] = tensors[key].to(tensors[key].dtype if "bias" in key and "k_norm" not in key else dtype)
         if not quantized(key):
             of_files[seed % 2][key] = tensors[key]
             continue
@@ -77,7 +78,12 @@ def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("deepseek-v3", torch.bfloat16), ("kimi-linear", torch.float32), ("minimax-m2", torch.bfloat16)],
+    [
+        ("deepseek-v3", torch.bfloat16),
+        ("deepseek-v32", torch.bfloat16),
+        ("kimi-linear", torch.float32),
+        ("minimax-m2", torch.bfloat16),
+    ],
 )
 def test_the_same_weights_are_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     packed, plain = folders(tmp_path, name, dtype)

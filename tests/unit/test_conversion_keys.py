@@ -114,6 +114,8 @@ REQUIRED["qwen3_next"] |= {"num_experts": 16}
 REQUIRED["qwen3_5_moe_text"] |= {"num_experts": 16}
 REQUIRED["deepseek_v2"] |= {"n_routed_experts": 16, "num_experts_per_tok": 2}
 REQUIRED["deepseek_v3"] |= {"n_routed_experts": 16, "num_attention_heads": 128}
+REQUIRED["deepseek_v32"] |= {"n_routed_experts": 16, "num_attention_heads": 128}
+REQUIRED["glm_moe_dsa"] |= {"n_routed_experts": 16, "num_attention_heads": 64}
 REQUIRED["kimi_linear"] |= {
     "num_experts": 16,
     "num_attention_heads": 32,
@@ -208,6 +210,11 @@ OTHERS: dict[str, tuple[str, Json, str]] = {
     "null for a number": ("llama", {"rms_norm_eps": None}, "rms_norm_eps is null: give its value, or leave it out for"),
     "null for yes": ("gpt2", {"tie_word_embeddings": None}, "tie_word_embeddings is null: give its value, or leave it"),
     "a missing width": ("llama", {"intermediate_size": "gone"}, "it has no intermediate_size"),
+    "layers without an indexer, said twice": (
+        "glm-moe-dsa",
+        {"index_topk_freq": 4, "index_skip_topk_offset": 1},
+        "index_topk_freq and index_skip_topk_offset differ: give one",
+    ),
     "numbers of prediction layers": ("glm4-moe", {"num_mtp_layers": 1}, "num_mtp_layers differ"),
 }
 

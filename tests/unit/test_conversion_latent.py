@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import cross_entropy
+from transformers import GlmMoeDsaConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
@@ -89,6 +90,34 @@ _READ_K2 = (
     "+-" + "+E" * 60,
     {"num_experts": 384, "rotary_base": 50000.0, "moe_router_num_groups": None, "num_attention_heads": 64},
 )
+_V3_671B = (
+    _V3
+    | {"bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_size": 7168, "n_group": 8}
+    | {"intermediate_size": 18432, "max_position_embeddings": 163840, "moe_intermediate_size": 2048}
+    | {"n_routed_experts": 256, "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8}
+    | {"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536}
+    | {"quantization_config": _FP8, "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    | {"routed_scaling_factor": 2.5, "topk_group": 4, "vocab_size": 129280}
+)
+_V32 = (
+    _V3_671B
+    | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+    | {"quantization_config": _FP8 | {"scale_fmt": "ue8m0"}}
+)
+_GLM5 = (
+    {name: value for name, value in _COMMON.items() if name not in ("rope_theta", "torch_dtype")}
+    | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16", "ep_size": 1}
+    | {"eos_token_id": [154820, 154827, 154829], "pad_token_id": 154820, "first_k_dense_replace": 3, "head_dim": 64}
+    | {"hidden_size": 6144, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "n_group": 1}
+    | {"indexer_rope_interleave": True, "rope_interleave": True, "intermediate_size": 12288, "topk_group": 1}
+    | {"max_position_embeddings": 202752, "moe_intermediate_size": 2048, "n_routed_experts": 256, "vocab_size": 154880}
+    | {"n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8}
+    | {"num_hidden_layers": 78, "num_key_value_heads": 64, "num_nextn_predict_layers": 1, "pretraining_tp": 1}
+    | {"q_lora_rank": 2048, "qk_head_dim": 256, "qk_nope_head_dim": 192, "rms_norm_eps": 1e-5, "v_head_dim": 256}
+    | {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5}
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "transformers_version": "5.0.2.dev0"}
+)
 PUBLISHED: dict[str, tuple[Json, str, Json]] = {
     "DeepSeek-V2 Lite": (
         _DEEPSEEK
@@ -117,13 +146,7 @@ PUBLISHED: dict[str, tuple[Json, str, Json]] = {
         | {"moe_router_topk_scaling_factor": 16.0},
     ),
     "DeepSeek-V3 671B": (
-        _V3
-        | {"bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3, "hidden_size": 7168, "n_group": 8}
-        | {"intermediate_size": 18432, "max_position_embeddings": 163840, "moe_intermediate_size": 2048}
-        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_attention_heads": 128, "num_experts_per_tok": 8}
-        | {"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536}
-        | {"quantization_config": _FP8, "rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-        | {"routed_scaling_factor": 2.5, "topk_group": 4, "vocab_size": 129280},
+        _V3_671B,
         "+-" * 3 + "+E" * 58,
         {"moe_router_enable_expert_bias": True, "moe_router_num_groups": 8, "moe_router_group_topk": 4}
         | {"moe_router_group_scores": 2, "mscale_all_dim": 1.0, "latent_norm_epsilon": 1e-6},
@@ -161,6 +184,25 @@ PUBLISHED: dict[str, tuple[Json, str, Json]] = {
         "K-KEKE+E" + "KEKEKE+E" * 5 + "KEKE+E",
         {"position_embedding_type": "none", "kda_num_heads": 32, "kda_conv_kernel_dim": 4, "num_experts": 256}
         | {"latent_norm_epsilon": 1e-6, "norm_epsilon": 1e-5, "moe_router_topk": 8, "v_head_dim": 128},
+    ),
+    "DeepSeek-V3.2": (
+        _V32,
+        "D-" * 3 + "DE" * 58,
+        {"dsa_indexer_n_heads": 64, "dsa_indexer_head_dim": 128, "dsa_indexer_topk": 2048, "mtp_num_layers": 1}
+        | {"dsa_indexer_rope_interleaved": False, "dsa_indexer_scoring_relu": True, "dsa_indexer_topk_freq": 1}
+        | {"dsa_indexer_k_norm_epsilon": 1e-6, "moe_router_num_groups": 8, "mscale_all_dim": 1.0},
+    ),
+    "GLM-5": (
+        _GLM5,
+        "D-" * 3 + "DE" * 75,
+        {"dsa_indexer_n_heads": 32, "dsa_indexer_rope_interleaved": True, "dsa_indexer_topk_freq": 1}
+        | {"dsa_indexer_k_norm_epsilon": 1e-6, "norm_epsilon": 1e-5, "moe_router_num_groups": None}
+        | {"rotary_base": 1e6, "q_lora_rank": 2048, "latent_norm_epsilon": 1e-6},
+    ),
+    "GLM-5 with shared choices": (
+        _GLM5 | {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        "D-" * 3 + "DE" * 75,
+        {"dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3},
     ),
     "Kimi K2": (_K2, *_READ_K2),
     "Kimi K2 with the range of DeepSeek-V3": (
@@ -207,6 +249,40 @@ REFUSED: dict[str, tuple[str, Json, str]] = {
         "deepseek-v2",
         {"qk_rope_head_dim": 3, "head_dim": 3, "qk_head_dim": 9},
         "3 channels of each head are rotated, but the number must be even",
+    ),
+    "queries without a latent": ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank is null: give its value"),
+    "an indexer of neighbours": (
+        "deepseek-v32",
+        {"indexer_rope_interleave": True},
+        "indexer_rope_interleave is True, but only False",
+    ),
+    "an indexer of halves": ("glm-moe-dsa", {"indexer_rope_interleave": False}, "but only True is supported"),
+    "layers without sparse attention": (
+        "deepseek-v32",
+        {"layer_types": ["full_attention"] * 4},
+        "layer_types has 'full_attention', which is unknown",
+    ),
+    "no experts": ("deepseek-v32", {"mlp_layer_types": ["dense"] * 4}, "does not fit 4 layers, some of them with"),
+    "a first layer without an indexer": (
+        "glm-moe-dsa",
+        {"indexer_types": ["shared", "full"] * 2},
+        "indexer_types is ['shared', 'full', 'shared', 'full'], but only 'full' for the first layers and then",
+    ),
+    "indexers at no distance": (
+        "glm-moe-dsa",
+        {"indexer_types": None, "index_topk_pattern": "FSFF"},
+        "indexer_types is ['full', 'shared', 'full', 'full'], but only 'full' for the first layers and then",
+    ),
+    "an indexer too many": ("glm-moe-dsa", {"indexer_types": ["full"] * 5}, "has 5 entries for 4 layers"),
+    "a letter of indexers": (
+        "glm-moe-dsa",
+        {"indexer_types": None, "index_topk_pattern": "FSFX"},
+        "index_topk_pattern has 'X', which is unknown",
+    ),
+    "no distance": (
+        "glm-moe-dsa",
+        {"indexer_types": None, "index_topk_freq": 0.5},
+        "index_topk_freq is 0.5 and index_skip_topk_offset 2: give whole numbers",
     ),
     "positions": ("kimi-linear", {"mla_use_nope": False}, "mla_use_nope is False, but only True is supported"),
     "prediction": ("kimi-linear", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1, but only 0 is"),
@@ -277,6 +353,40 @@ def test_what_megalite_does_not_compute_is_refused(what: str, tmp_path: Path) ->
     assert len(str(raised.value)) < 1500
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"index_topk_freq": 1},
+        {"index_topk_freq": 0},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 6},
+        {"index_topk_freq": 12, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 11},
+        {"index_topk_pattern": "FFFSSSFSSSFS"},
+        {"index_topk_pattern": "F" * 12},
+        {"index_topk_pattern": ["full", "shared"] * 6},
+        {"indexer_types": ["full"] * 2 + ["shared"] * 10},
+    ],
+)
+def test_layers_without_an_indexer_are_those_of_transformers(said: Json) -> None:
+    """Whatever says them. A depth has an indexer in any case."""
+    config = theirs.make_config(
+        "glm-moe-dsa", {"num_hidden_layers": 12, "indexer_types": None, "mlp_layer_types": None}
+    )
+    plain = theirs.as_written(config)
+    del plain["indexer_types"], plain["layer_types"], plain["mlp_layer_types"]
+    family = family_of(Path(), plain)
+    expected = [kind == "full" for kind in GlmMoeDsaConfig(**plain, **said).indexer_types]
+    model = family.model(plain | said)
+    assert [layer.chooses for layer in model.layers] == expected
+    written = family.config(model)
+    assert [kind == "full" for kind in GlmMoeDsaConfig(**written).indexer_types] == expected
+    (of_depth,) = replace(model, mtp_num_layers=1).depth_layers
+    assert of_depth.chooses
+
+
 def test_a_network_of_no_family_is_refused_by_its_flags() -> None:
     model = family_of(Path(), PUBLISHED["Moonlight 16B"][0]).model(PUBLISHED["Moonlight 16B"][0])
     for changes, message in (
@@ -287,6 +397,18 @@ def test_a_network_of_no_family_is_refused_by_its_flags() -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             choose(FAMILIES, replace(model, **changes))
+    sparse = family_of(Path(), _V32).model(_V32)
+    for changes, message in (
+        (
+            {"dsa_indexer_k_norm_epsilon": 1e-5},
+            "the nearest is deepseek_v32, except --dsa-indexer-k-norm-epsilon 1e-05",
+        ),
+        ({"dsa_indexer_scoring_relu": False}, "the nearest is deepseek_v32, except --dsa-indexer-scoring-relu False"),
+        ({"dsa_indexer_topk_freq": 2}, "the nearest is deepseek_v32, except --dsa-indexer-topk-freq"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            choose(FAMILIES, replace(sparse, **changes))
+    assert choose(FAMILIES, replace(sparse, dsa_indexer_rope_interleaved=True))[0].name == "glm_moe_dsa"
 
 
 # ------------------------------------------------------------------------------------------------ routers
@@ -373,7 +495,10 @@ def write_out(opened: OpenedModel, folder: Path) -> str:
     return write_huggingface(opened, folder, dtype=None, shard=10**9, workers=1, advance=lambda _: None).name
 
 
-@pytest.mark.parametrize(("name", "depths"), [("deepseek-v3", 1), ("deepseek-v3", 2), ("moonlight", 1)])
+WITH_DEPTHS = [("deepseek-v3", 1), ("deepseek-v3", 2), ("moonlight", 1), ("deepseek-v32", 2), ("glm-moe-dsa", 1)]
+
+
+@pytest.mark.parametrize(("name", "depths"), WITH_DEPTHS)
 def test_depths_are_read_and_written_bit_for_bit(name: str, depths: int, tmp_path: Path) -> None:
     tensors, expected = with_depths(tmp_path / "theirs", depths, name)
     opened = open_huggingface(tmp_path / "theirs")
@@ -382,7 +507,8 @@ def test_depths_are_read_and_written_bit_for_bit(name: str, depths: int, tmp_pat
     write_megalite(opened, tmp_path / "run", dtype=None, layout=None, workers=1, advance=lambda _: None)
     native = open_megalite(tmp_path / "run")
     assert without_unknown_depths(native) is native
-    assert write_out(native, tmp_path / "ours") == "deepseek_v3"
+    families = {"deepseek-v32": "deepseek_v32", "glm-moe-dsa": "glm_moe_dsa"}
+    assert write_out(native, tmp_path / "ours") == families.get(name, "deepseek_v3")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["num_nextn_predict_layers"] == depths
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert written.keys() == tensors.keys()
@@ -409,7 +535,7 @@ def losses_of_depths(opened: OpenedModel, tokens: torch.Tensor) -> TermSums:
         return network({}, batch).terms
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "moonlight", "deepseek-v32"])
 def test_depths_compute_what_those_of_transformers_do(name: str, tmp_path: Path) -> None:
     """Each reads the hidden states behind the final norm of the one before it, and the embedding comes first."""
     tensors, _ = with_depths(tmp_path, 2, name)

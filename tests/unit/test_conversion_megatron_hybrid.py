@@ -28,8 +28,12 @@ LATENTS: dict[str, Any] = {
     "q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8,
     "group_query_attention": False, "num_query_groups": 1, "kv_channels": None, "qk_layernorm": True,
 }  # fmt: skip
+INDEXER: dict[str, Any] = {
+    "dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": 5, "dsa_indexer_k_norm_epsilon": 1e-6,
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "M": RECURRENT, "G": DELTA, "+": LATENTS, "E": {"num_experts": 4, "moe_ffn_hidden_size": 16},
+    "M": RECURRENT, "G": DELTA, "+": LATENTS, "D": LATENTS | INDEXER | {"qk_layernorm": False},
+    "E": {"num_experts": 4, "moe_ffn_hidden_size": 16},
 }  # fmt: skip
 YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.4}
 
@@ -43,11 +47,16 @@ def latent_gpt(**options: Any) -> ModelConfig:
     return replace(PLAIN, multi_latent_attention=True, **LATENTS | options)
 
 
+def sparse_gpt(**options: Any) -> ModelConfig:
+    return latent_gpt(experimental_attention_variant="dsa", **INDEXER | options)
+
+
 @pytest.mark.parametrize(
     ("letters", "options"),
     [
         *(("M*-G", {}), ("*E-*", {}), ("**--", {}), ("*E", {"moe_latent_size": 8})),
         *(("+-", {}), ("M+-+", {"q_lora_rank": None}), ("+E", {"qk_layernorm": False})),
+        *(("D-DE", {}), ("MD-+", {"q_lora_rank": None, "dsa_indexer_scoring_relu": False})),
     ],
 )
 def test_a_pattern_is_read_as_it_was_written(letters: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -118,6 +127,86 @@ def test_latent_attention_has_the_names_and_the_rows_of_megatron(options: dict[s
     else:
         assert torch.equal(state[layer + "linear_q_proj.weight"][1].view(4, 6 + 4, 24), ours[its + "query"])
         assert not [name for name in names if "norm" in name or "linear_q_down" in name]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"q_lora_rank": None, "qk_layernorm": False, "dsa_indexer_rope_interleaved": True},
+        {"apply_layernorm_1p": True, "dsa_indexer_k_norm_epsilon": None, "mtp_num_layers": 1},
+        {"num_experts": 4, "moe_layer_freq": "[0,1,1]", "dsa_indexer_scoring_relu": False},
+        {"dsa_indexer_topk_freq": 2, "dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": True},
+    ],
+)
+def test_sparse_attention_in_blocks_is_read_as_it_was_written(options: dict[str, Any], tmp_path: Path) -> None:
+    opened = random_model(sparse_gpt(**options))
+    write(opened, tmp_path)
+    again, weights = open_megatron(tmp_path), read(opened)
+    assert function_of(again.config) == function_of(opened.config)
+    assert again.config.dsa_indexer_loss_coeff == opened.config.dsa_indexer_loss_coeff
+    for name, values in read(again).items():
+        assert torch.equal(values, weights.pop(name)), name
+    assert not weights
+
+
+INDEXER_SHAPES = {"linear_wq_b.weight": (3 * 6, 12), "linear_wk.weight": (6, 24), "linear_weights_proj.weight": (3, 24)}
+INDEXER_SHAPES |= {"k_norm.weight": (6,), "k_norm.bias": (6,)}
+"""Megatron-LM's, in `DSAIndexer`. It needs Transformer Engine, and is not built here."""
+
+
+def test_sparse_attention_has_the_names_and_shapes_of_megatrons_source(tmp_path: Path) -> None:
+    """Norms of latents are modules of their own, and layers without an indexer are not stacked with the others."""
+    folder = write(random_model(sparse_gpt()), tmp_path / "all")
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    state, ours = torch.load(tmp_path / "all.pt"), read(random_model(sparse_gpt()))
+    layer, its = "decoder.layers.self_attention.", "layers.1.latent_attention."
+    begin = f"{layer}core_attention.indexer."
+    shapes = {name.removeprefix(begin): tuple(state[name].shape) for name in state if name.startswith(begin)}
+    assert shapes == {name: (3, *shape) for name, shape in INDEXER_SHAPES.items()}
+    assert torch.equal(state[begin + "linear_wq_b.weight"][1].view(3, 6, 12), ours[its + "indexer.query"])
+    assert torch.equal(state[begin + "linear_weights_proj.weight"][1], ours[its + "indexer.weights"])
+    assert torch.equal(state[layer + "q_layernorm.weight"][1], ours[its + "query_norm.weight"])
+    assert torch.equal(state[layer + "kv_layernorm.weight"][1], ours[its + "key_value_norm.weight"])
+    assert torch.equal(state["decoder.layers.input_layernorm.weight"][1], ours["layers.1.latent_attention_norm.weight"])
+    assert not [name for name in state if "layer_norm_weight" in name and "self_attention" in name]
+    folder = write(random_model(sparse_gpt(dsa_indexer_topk_freq=2)), tmp_path / "shared")
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    of_indexers = {name.partition(".self_attention.")[0] for name in names if ".indexer." in name}
+    assert of_indexers == {"decoder.layers.0", "decoder.layers.2"}
+    folder = write(random_model(replace(pattern("D-D-"), dsa_indexer_topk_freq=3)), tmp_path / "pattern")
+    names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert {name.partition(".self_attention.")[0] for name in names if ".indexer." in name} == {"decoder.layers.0"}
+
+
+def test_arguments_of_runs_with_sparse_attention_are_megatrons() -> None:
+    written = vars(arguments_of(sparse_gpt(dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1), {}, 32, 56))
+    assert written["experimental_attention_variant"] == "dsa"
+    assert written["multi_latent_attention"] is True
+    assert {name: written[name] for name in INDEXER} == INDEXER
+    assert (written["dsa_indexer_topk_freq"], written["dsa_indexer_skip_topk_offset"]) == (2, 1)
+    run = {"dsa_indexer_rotate_activation": True, "dsa_indexer_k_norm_fp32": True, "dsa_kernel_backend": "tilelang"}
+    assert model_of(written | run) == model_of(written)
+    assert {fate.kind for fate in argument_fates(written | run)} == {"used", "noted"}
+    assert "unknown" not in "".join(fate.why for fate in argument_fates(run))
+    of_pattern = vars(arguments_of(pattern("D-"), {}, 32, 56))
+    assert of_pattern["hybrid_layer_pattern"] == "D-"
+    assert of_pattern["dsa_indexer_topk"] == 5
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        (replace(pattern("D-"), qk_layernorm=True), "--qk-layernorm with D in --hybrid-layer-pattern: Megatron-LM's"),
+        (sparse_gpt(dsa_indexer_topk_freq=2, mtp_num_layers=2), "--dsa-indexer-topk-freq 2 with several depths"),
+        (sparse_gpt(add_bias_linear=True), "--add-bias-linear with sparse attention: Megatron-LM has no such"),
+        (sparse_gpt(latent_norm_epsilon=1e-3), "--latent-norm-epsilon 0.001 "),
+    ],
+)
+def test_sparse_attention_that_megatron_has_not_is_not_written(model: ModelConfig, problem: str) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        arguments_of(model, {}, 32, 56)
+    assert problem in str(raised.value)
 
 
 def test_arguments_of_runs_with_latent_attention_say_how_it_is_rotated() -> None:
@@ -281,7 +370,7 @@ def test_arguments_of_runs_describe_patterns() -> None:
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
-        ({"hybrid_layer_pattern": "M*D-"}, "'D', character 3, is sparse attention"),
+        ({"hybrid_layer_pattern": "M*D-"}, "sparse attention needs --dsa-indexer-n-heads"),
         ({"hybrid_layer_pattern": "M*/*/-"}, "has the depths '*' and '-': give all of them the same letters"),
         ({"hybrid_layer_pattern": 7}, "--hybrid-layer-pattern 7: megalite has no such network"),
         ({"hybrid_layer_pattern": None}, "--is-hybrid-model True: megalite has no such network"),

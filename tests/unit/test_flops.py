@@ -192,6 +192,25 @@ def test_attention_over_latents_by_hand() -> None:
     assert flops_per_token(model(**latents, q_lora_rank=7), 40, 10) == 3 * 2 * (2 * (made + others) + 16 * 40)
 
 
+def test_sparse_attention_by_hand() -> None:
+    """A token of 10 attends to at most 4: to 3.2 on average. The indexer has no backward without a loss."""
+    sizes = {"kv_lora_rank": 5, "qk_head_dim": 3, "qk_pos_emb_head_dim": 2, "v_head_dim": 6}
+    indexer = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4}
+    sparse = {"hybrid_layer_pattern": "DD", "position_embedding_type": "none"} | sizes | indexer
+    matrices = 16 * 4 * 5 + 16 * (5 + 2) + 5 * 4 * (3 + 6) + 4 * 6 * 16
+    chosen, seen = matrices + 4 * (3 + 2 + 6) * 3.2, matrices + 4 * (3 + 2 + 6) * 5
+    of_indexer, logits = 16 * 2 * 8 + 16 * (8 + 2) + 2 * (8 + 1) * 5, 16 * 40
+    expected = {
+        (): 2 * (3 * (2 * chosen + logits) + 2 * of_indexer),
+        (("dsa_indexer_loss_coeff", 0.1),): 2 * 3 * (2 * chosen + logits + 2 * of_indexer),
+        (("dsa_indexer_loss_coeff", 0.1), ("dsa_stage", "warmup")): 2 * (2 * seen + logits + 2 * 3 * of_indexer),
+    }
+    for options, flops in expected.items():
+        assert flops_per_token(model(**sparse, **dict(options)), 40, 10) == pytest.approx(flops), options
+    shared = flops_per_token(model(**sparse, dsa_indexer_topk_freq=2), 40, 10)
+    assert shared == pytest.approx(2 * (3 * (2 * chosen + logits) + of_indexer))
+
+
 def test_short_convolutions_and_kimi_delta_attention_by_hand() -> None:
     kinds = {"hybrid_layer_pattern": "LK", "kda_num_heads": 3, "kda_head_dim": 8, "kda_chunk_size": 4}
     per_token = flops_per_token(model(**kinds), 40, 10)

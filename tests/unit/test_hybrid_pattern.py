@@ -130,7 +130,7 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("K", "--kda-num-heads 9 --tp 2", "2 does not divide the heads of Kimi delta attention, 9"),
         ("M", "--mamba-num-heads 8 --short-conv-bias", "--short-conv-bias needs a short convolution, L in"),
         ("L", "--tp 3", "3 does not divide the channels of the short convolution, 16"),
-        ("*+", "", "a network has attention (*) or latent attention (+), not both: choose one letter"),
+        ("*+", "", "a network has attention (*) or attention over latents (+, D), not both: choose one"),
         (
             "*-",
             "--multi-latent-attention",
@@ -139,7 +139,8 @@ def test_stages_of_a_pattern_are_no_part_of_a_network(tmp_path: Path) -> None:
         ("+-", "--group-query-attention", "--group-query-attention needs attention without latents"),
         ("+-", "--latent-norm-epsilon 1e-6", "--latent-norm-epsilon needs --qk-layernorm, which normalises latents"),
         ("+-", "--tp 3", "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3"),
-        ("D", "", "'D', character 1, is sparse attention, which"),
+        ("D", "", "sparse attention needs --dsa-indexer-topk"),
+        ("*D", "", "a network has attention (*) or attention over latents (+, D), not both: choose one"),
         ("*-/*-/-*", "", "has the depths '*-' and '-*': give all of them the same letters"),
         ("* -", "", "' ', character 2, is unknown; there are M Mamba-2, G gated delta net, K Kimi"),
         ("|", "", "'|' has no layers: give one letter for each"),
@@ -383,7 +384,8 @@ def test_a_gpt_with_linear_attention_is_a_pattern() -> None:
     [
         ("--experimental-attention-variant gdn", "gated_delta_net needs --linear-attention-freq, for the layers that"),
         ("--linear-attention-freq 2", "--linear-attention-freq needs --experimental-attention-variant gated_delta_net"),
-        ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa is for sparse attention"),
+        ("--experimental-attention-variant dsa", "--experimental-attention-variant dsa needs --multi-latent-attention"),
+        ("--experimental-attention-variant gdn2", "--experimental-attention-variant gdn2 is not supported"),
         (
             "--experimental-attention-variant gdn --linear-attention-freq [1]",
             "'[1]' is for 1 layers, and the network has 2",

@@ -53,7 +53,7 @@ def decoded(network: Network) -> tuple[Tensor, StageCache]:
 def test_absorbed_and_written_out_are_the_same(latents: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for absorbed in (True, False):
-        monkeypatch.setattr(LatentAttention, "_absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
+        monkeypatch.setattr(LatentAttention, "absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
         found.append(decoded(made(latents, yarn=latents == "wide", output_gate=latents == "equal"))[0])
     assert (found[0] - found[1]).abs().max() <= 1e-12 * found[1].abs().max()
 
@@ -61,7 +61,7 @@ def test_absorbed_and_written_out_are_the_same(latents: str, monkeypatch: pytest
 def test_scores_are_capped_in_both(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for absorbed in (True, False):
-        monkeypatch.setattr(LatentAttention, "_absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
+        monkeypatch.setattr(LatentAttention, "absorbing_is_less", lambda *_, absorbed=absorbed: absorbed)
         network = made("narrow")
         for layer in network.stage.layers:
             layer.attention.sizes = layer.attention.sizes.__class__(**{**vars(layer.attention.sizes), "cap": 0.05})
@@ -89,9 +89,9 @@ def test_few_tokens_over_many_are_absorbed_and_a_prompt_is_not() -> None:
     )  # fmt: skip
     layer = GPT(config, ParallelMesh()).layers[0].attention
     assert isinstance(layer, LatentAttention)
-    assert layer._absorbing_is_less(1, 2048)
-    assert layer._absorbing_is_less(8, 100)
-    assert not layer._absorbing_is_less(2048, 2048)
+    assert layer.absorbing_is_less(1, 2048)
+    assert layer.absorbing_is_less(8, 100)
+    assert not layer.absorbing_is_less(2048, 2048)
 
 
 def sent(axis: str, sizes: LatentSizes) -> dict[str, int]:

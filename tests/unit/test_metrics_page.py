@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megalite.model.head import LM_LOSS
 from megalite.model.router import BALANCING_LOSSES, ENTROPY, Z_LOSS
+from megalite.model.sparse_attention import INDEXER_LOSS
 from megalite.modules.stage import LOSS
 from megalite.run.timing import Timing
 from megalite.training import metrics
@@ -21,7 +22,7 @@ from tests.harness.metrics_page import explained, undocumented
 
 README = Path(__file__).parents[2] / "README.md"
 TIMING = Timing([[1.0] * len(OF_A_STEP)] * 2, ["host"] * 2, {"tp": [0.0, 1.0]}, [1.0, 2.0])
-OF_TERMS = {LM_LOSS.name, LOSS, Z_LOSS, ENTROPY, *(loss.name for loss in BALANCING_LOSSES.values())}
+OF_TERMS = {LM_LOSS.name, LOSS, Z_LOSS, ENTROPY, INDEXER_LOSS, *(loss.name for loss in BALANCING_LOSSES.values())}
 SPEED = {"tokens_per_second": 1.0, "mfu": None}
 
 

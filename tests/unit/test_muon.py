@@ -145,7 +145,7 @@ def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> Non
         optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, zero_stage=1))
         (rule,) = (rule for rule in optimizer.rules if isinstance(rule, Muon))
         turns = [matrices[mesh.coordinate("dp")] for matrices in rule._rounds if len(matrices) > mesh.coordinate("dp")]
-        added.append([matrix.tensor.name for matrix in turns if matrix.split_group.size > 1])
+        added.append([matrix.slabs[0].tensor.name for matrix in turns if matrix.split_group.size > 1])
     assert added == [["dense.0", "dense.2"]] * 2 + [["dense.1"]] * 2
 
 

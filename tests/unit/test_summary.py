@@ -17,7 +17,7 @@ from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.sequence import SequenceLayout
 from megalite.tasks.summary import _context, masks_of_an_operator
 from megalite.training.batches import Cutting
-from megalite.training.kernels import require_equal_dropout
+from megalite.training.kernels import drops_by_rank, require_equal_dropout
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.1)
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -26,6 +26,15 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 def test_an_operator_that_draws_its_own_masks_is_named() -> None:
     (line,) = masks_of_an_operator(MODEL, GPU, torch.bfloat16).values()
     assert "scaled_dot_product_attention" in str(line)
+
+
+def test_dropout_of_sparse_attention_follows_the_rule_and_is_said_to_be_slow_on_a_gpu() -> None:
+    sparse = replace(MODEL, num_layers=2, hybrid_layer_pattern="D-")
+    (line,) = masks_of_an_operator(sparse, GPU, torch.bfloat16).values()
+    assert "drawn on the host" in str(line)
+    assert masks_of_an_operator(sparse, CPU, torch.bfloat16) == {}
+    assert not drops_by_rank(sparse, GPU, torch.bfloat16)
+    assert drops_by_rank(replace(MODEL, num_layers=4, hybrid_layer_pattern="D-+-"), GPU, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

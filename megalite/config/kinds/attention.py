@@ -8,7 +8,7 @@ from megalite.config.model import ModelConfig
 OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
     query_pre_attn_scalar window_size window_attn_skip_freq window_rotary_base add_qkv_bias rotary_* use_rope_scaling
     rope_scaling_* yarn_* mscale mscale_all_dim qk_layernorm_over_heads softmax_type attention_output_gate no_rope_freq
-    attention_dropout kv_channels"""
+    attention_dropout kv_channels qk_clip* log_max_attention_logit"""
 """Fields that nothing but attention reads, beside the number of its heads. Without it, they are turned off."""
 
 

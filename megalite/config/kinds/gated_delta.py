@@ -26,7 +26,7 @@ def _products(model: ModelConfig, seen: float) -> float:
 
 
 def _needed(model: ModelConfig) -> str | None:
-    if model.experimental_attention_variant is None:
+    if model.experimental_attention_variant != "gated_delta_net":
         return in_pattern("a gated delta net", DELTA_LETTER)
     if (freq := model.linear_attention_freq) is None:  # reported by `relation_problems`
         return None

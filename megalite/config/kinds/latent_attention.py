@@ -14,7 +14,7 @@ _OF_OTHERS = """group_query_attention num_query_groups kv_channels query_pre_att
 """Flags of attention that attention over latents does not read."""
 
 
-def _weights(model: ModelConfig) -> int:
+def latent_weights(model: ModelConfig) -> int:
     """Count the matrices to the latents, those from them to the heads, perhaps those of gates, and the output layer."""
     heads, hidden = model.num_attention_heads, model.hidden_size
     keys, values = model.qk_head_dim + model.qk_pos_emb_head_dim, heads * model.v_head_dim
@@ -26,20 +26,23 @@ def _weights(model: ModelConfig) -> int:
 
 def _products(model: ModelConfig, seen: float) -> float:
     widths = model.qk_head_dim + model.qk_pos_emb_head_dim + model.v_head_dim
-    return _weights(model) + model.num_attention_heads * widths * seen
+    return latent_weights(model) + model.num_attention_heads * widths * seen
 
 
-def _needed(model: ModelConfig) -> str:
+def _needed(model: ModelConfig) -> str | None:
+    if model.has_latents:
+        return None
     if model.hybrid_layer_pattern is not None:
         return in_pattern("latent attention", LATENT_LETTER)
     return "layers with attention" if model.multi_latent_attention else "--multi-latent-attention"
 
 
-def _problems(model: ModelConfig) -> Iterator[str]:
-    without = "attention without latents: drop it, or drop --multi-latent-attention (+ in a pattern)"
+def latent_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each option of attention over latents that contradicts another."""
+    without = "attention without latents: drop it, or drop --multi-latent-attention (+ or D in a pattern)"
     yield from needs(model, _OF_OTHERS, without)
     if "attention" in model.kinds:
-        yield "a network has attention (*) or latent attention (+), not both: choose one letter"
+        yield "a network has attention (*) or attention over latents (+, D), not both: choose one"
     if model.rotary and model.qk_pos_emb_head_dim % 2:
         yield f"--qk-pos-emb-head-dim {model.qk_pos_emb_head_dim} is odd, and channels are rotated in pairs"
     if not model.qk_layernorm:
@@ -47,10 +50,10 @@ def _problems(model: ModelConfig) -> Iterator[str]:
 
 
 LATENT_ATTENTION = Kind(
-    _weights,
+    latent_weights,
     _products,
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_norm_epsilon",
     _needed,
-    _problems,
+    latent_problems,
     lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
 )

@@ -14,12 +14,14 @@ from megalite.config.kinds.kind import Kind, Split
 from megalite.config.kinds.latent_attention import LATENT_ATTENTION
 from megalite.config.kinds.mamba import MAMBA
 from megalite.config.kinds.short_convolution import SHORT_CONVOLUTION
-from megalite.config.layer_specs import FeedForward, Mixer
+from megalite.config.kinds.sparse_attention import SPARSE_ATTENTION, WITHOUT_INDEXER
+from megalite.config.layer_specs import FeedForward, LayerSpec, Mixer
 from megalite.config.model import ModelConfig
 
 KINDS: dict[Mixer | FeedForward, Kind] = {
     "attention": ATTENTION,
     "latent_attention": LATENT_ATTENTION,
+    "sparse_attention": SPARSE_ATTENTION,
     "dense": DENSE,
     "moe": EXPERTS,
     "mamba": MAMBA,
@@ -28,6 +30,12 @@ KINDS: dict[Mixer | FeedForward, Kind] = {
     "short_convolution": SHORT_CONVOLUTION,
 }
 """Kinds of layers, by the names of halves in `LayerSpec`; `megalite/library/layer_kinds.py` adds those of a program."""
+
+
+def kinds_of(layer: LayerSpec) -> list[Kind]:
+    """Return the kinds of a layer's halves, the mixer first."""
+    shares = layer.mixer == "sparse_attention" and not layer.chooses
+    return [WITHOUT_INDEXER if shares and kind == layer.mixer else KINDS[kind] for kind in layer.kinds]
 
 
 def kind_problems(model: ModelConfig) -> Iterator[str]:

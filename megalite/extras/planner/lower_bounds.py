@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megalite.config import RunConfig
-from megalite.config.kinds.table import KINDS
+from megalite.config.kinds.table import kinds_of
 from megalite.config.layer_specs import LayerSpec
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.layouts import Layout
@@ -129,7 +129,7 @@ class LowerBounds:
         dense = experts = 0.0
         for spec in self._layers:
             if spec.mixer is not None:
-                dense += KINDS[spec.mixer].weights(model)
+                dense += kinds_of(spec)[0].weights(model)
             if spec.feed_forward == "moe":
                 matrices = model.activation.matrices * model.expert_hidden_size
                 experts += matrices * model.expert_ffn_size * (model.num_experts or 0)
@@ -152,7 +152,7 @@ class LowerBounds:
         model, split = self.config.model, 0
         for spec in self._layers:
             if spec.mixer is not None:
-                split += KINDS[spec.mixer].weights(model) // model.hidden_size
+                split += kinds_of(spec)[0].weights(model) // model.hidden_size
             kept = spec.feed_forward == "dense" and self.config.training.mlp_chunks_for_training == 1
             split += model.ffn_size * (model.activation.matrices - 1) * kept
         return model.hidden_size * self._itemsize, split * self._itemsize
@@ -208,7 +208,7 @@ class LowerBounds:
             groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
             shapes += [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
         elif spec.mixer is not None:  # all products of other mixers are taken for one, without the recurrence
-            columns = KINDS[spec.mixer].weights(model) // (hidden * tensor)
+            columns = kinds_of(spec)[0].weights(model) // (hidden * tensor)
             shapes.append((1, tokens, max(columns // _ALIGNED * _ALIGNED, 1), hidden))
         if spec.feed_forward is not None:
             rows, width, local, inner_hidden = tokens, model.ffn_size // tensor, 1, hidden

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from megalite.config import ModelConfig, RunConfig
+from megalite.config.layer_specs import LayerSpec
 from megalite.config.model import with_layers
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
@@ -65,7 +66,8 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         sequence_parallel=config.parallel.sequence_parallel,
     )
     on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
-    specs, model = config.model.layers, _each_kind_twice(config.model)
+    specs, kinds = config.model.layers, _kinds(config.model)
+    model = with_layers(config.model, [spec for spec in kinds for _ in range(2)])
     config = replace(config, model=model, parallel=parallel, offload=on_device)
     sizes = parallel.mesh_sizes
     dense = sizes["tensor_parallel_size"] * sizes["context_parallel_size"]
@@ -81,7 +83,7 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         one = record(StageLayers(index, 1, embedding=False, loss=False))
         two = record(StageLayers(index, 2, embedding=False, loss=False))
         layer = replace(_difference(two, one), forward_peak=one.forward_peak, backward_peak=one.backward_peak)
-        of_kinds[model.layers[index]], stage = layer, _difference(one, layer)
+        of_kinds[kinds[index // 2]], stage = layer, _difference(one, layer)
     embedding = record(StageLayers(0, 0, embedding=True, loss=False))
     head = record(StageLayers(model.num_layers, 0, embedding=False, loss=True))
     if alike is None:  # what an update does once for all of a stage is in the record of the stage
@@ -95,13 +97,12 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     return Parts(stage, embedding, tuple(of_kinds[spec] for spec in specs), head)
 
 
-def _each_kind_twice(model: ModelConfig) -> ModelConfig:
-    """Return the network whose layers are one of each kind that there are, and another one after each.
+def _kinds(model: ModelConfig) -> list[LayerSpec]:
+    """Return one of each kind of layers. One that attends to the choice of another is recorded as one that chooses.
 
     With depths, which may have the layer that a network has last, it is the last one here, too.
     """
-    kinds = sorted(dict.fromkeys(model.layers), key=lambda spec: model.depths > 0 and spec == model.layers[-1])
-    return with_layers(model, [spec for spec in kinds for _ in range(2)])
+    return sorted(dict.fromkeys(model.layers), key=lambda spec: model.depths > 0 and spec == model.layers[-1])
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
@@ -130,16 +131,19 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
         before = recorder.alive
         recorder.phase = "F"
         recorder.restart_peak()
-        inputs = {} if layers.embedding else {HIDDEN_STATES: _hidden(config).requires_grad_()}
+        inputs = {} if layers.embedding else {HIDDEN_STATES: _hidden(config)}
+        for each in inputs.values():
+            each.requires_grad_(not config.model.trains_indexers_alone)
         found = chunk(inputs, batch)
-        outputs = [*found.tensors.values(), *(each for each in found.terms.values() if each.requires_grad)]
+        outputs = [each for each in (*found.tensors.values(), *found.terms.values()) if each.requires_grad]
         forward_peak = recorder.peak - before
         passed = sum(each.nbytes for each in found.tensors.values())
         kept = recorder.alive - before - passed
         recorder.phase, at_backward = "B", recorder.alive
         recorder.restart_peak()
         gradients = [torch.empty_like(each) for each in outputs]
-        run_backward([get_gradient_edge(each) for each in outputs], gradients)
+        if outputs:
+            run_backward([get_gradient_edge(each) for each in outputs], gradients)
         backward_peak = recorder.peak - at_backward
     mesh.traffic.listener = None
     parameters = unique_parameters(chunk)

@@ -11,7 +11,7 @@ import torch
 
 from megalite.config import RunConfig
 from megalite.config.validate import resolve
-from megalite.errors import MegaliteError
+from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cluster import Cluster, Stack, find_stack
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
@@ -86,9 +86,19 @@ def misfit_of_host(memory: Sequence[RankMemory], room: float | None) -> str:
 
 
 class Planner:
-    """Planner of the layouts of a run on a cluster. `config` is the run as its flags have it, with its vocabulary."""
+    """Planner of the layouts of a run on a cluster."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
+        """Plan a run as its flags have it, with its vocabulary.
+
+        Raises:
+            ConfigurationError: the run trains a part of the network alone.
+        """
+        if config.model.trains_indexers_alone:
+            raise ConfigurationError(
+                f"--dsa-stage {config.model.dsa_stage} trains the indexers alone, but plans are of networks that are "
+                "trained whole: plan --dsa-stage sparse, which needs no less"
+            )
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
         self.prices = Prices(cluster, stack or find_stack(Stack.name))

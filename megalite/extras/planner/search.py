@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
+
 from megalite.config import RunConfig
 from megalite.config.parallel import STRATEGIES
 from megalite.config.validate import resolve
@@ -116,7 +118,8 @@ class _Search:
         all_stages = [planner.config.parallel.zero_stage] if stays else range(len(STRATEGIES))
         if planner.config.offload.parameter_offload:  # slices are those of ZeRO 3
             all_stages = [3]
-        whole = drops_by_rank(planner.config, planner.device)
+        dtype = getattr(torch, planner.config.training.dtype)
+        whole = drops_by_rank(planner.config.model, planner.device, dtype)
         for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):
             stages = all_stages if stays or planner.gpus > layout.tensor * layout.pipeline else [0]
             counts["possible"] += len(stages)

@@ -28,6 +28,7 @@ NAMES = {
     "seq_load_balancing_loss": "seq_load_balancing_loss",
     "global_load_balancing_loss": "global_load_balancing_loss",
     "moe_z_loss": "z_loss",
+    "max_attention_logit": "max_attention_logit",
 }
 """Keys of records with the names that Megatron-LM has for them."""
 BATCH_SIZE = "batch-size"

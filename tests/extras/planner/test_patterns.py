@@ -13,6 +13,7 @@ from megalite.config.layer_specs import pattern_of
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import layers_of_letters, stage_layers
 from megalite.config.validate import resolve
+from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.dry_run import dry_run
 from megalite.extras.planner.flags import layout_flags, without_layout
@@ -38,6 +39,8 @@ DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-d
 KIMI = "--kda-num-heads 8 --kda-head-dim 64"
 LATENTS = "--q-lora-rank 192 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
 LATENTS += " --qk-layernorm --position-embedding-type rope"
+INDEXER = "--dsa-indexer-n-heads 8 --dsa-indexer-head-dim 64 --dsa-indexer-topk 128 --dsa-indexer-loss-coeff 0.1"
+SPARSE = f"{LATENTS} {INDEXER}"
 EXPERTS = "--num-experts 8 --moe-router-topk 2"
 
 
@@ -64,6 +67,9 @@ CELLS = {
     "further": f"--hybrid-layer-pattern KL*-K- {KIMI} --tp 2 --cp 2 --sequence-parallel --use-distributed-optimizer",
     "latents": f"--hybrid-layer-pattern +-G+ {LATENTS} {DELTA} --tp 2 --sequence-parallel",
     "latents, cp": f"--multi-latent-attention --num-layers 4 {LATENTS} --pp 2 --cp 2 --recompute-activations",
+    "sparse": f"--hybrid-layer-pattern D-+-D- {SPARSE} --tp 2 --sequence-parallel",
+    "sparse, cp": f"--multi-latent-attention --experimental-attention-variant dsa --num-layers 4 {SPARSE} --pp 2 "
+    "--cp 2",
     "windows": "--hybrid-layer-pattern *-*|*-- --pp 2 --window-size 99,0 --window-attn-skip-freq [1,0,0,0,0,0]",
     "zero": f"--hybrid-layer-pattern M*-M {MAMBA} --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --data-parallel-sharding-strategy optim_grads --untie-embeddings-and-output-weights",
@@ -80,11 +86,20 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
     size = RANKS // config.parallel.pipeline_model_parallel_size
     for stage in {0, len(plan.memory) - 1}:
         wanted = dry_run(config, RANKS, stage * size)
+        assert not wanted.misplaced
         memory = plan.memory[stage]
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(memory, kind) == pytest.approx(getattr(wanted.memory, kind), rel=2e-3), kind
         assert memory.activations == pytest.approx(wanted.memory.activations, rel=1e-2)
         assert memory.total - GPU.gpu.reserved == pytest.approx(wanted.peak, rel=0.08)
+
+
+def test_a_network_of_which_a_part_is_trained_is_not_planned() -> None:
+    config = config_of(f"--hybrid-layer-pattern D-D- {SPARSE} --dsa-stage warmup")
+    whole = dry_run(config_of(f"--hybrid-layer-pattern D-D- {SPARSE}"), 1, 0).memory
+    assert dry_run(config, 1, 0).memory.gradients < 0.1 * whole.gradients
+    with pytest.raises(ConfigurationError, match=r"--dsa-stage warmup trains the indexers alone.*plan --dsa-stage sp"):
+        Planner(config, GPU, 1)
 
 
 @pytest.mark.wide_except("pp")
@@ -94,6 +109,7 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
         pytest.param(f"--hybrid-layer-pattern M-G-*- {MAMBA} {DELTA} --tp 2", id="tp"),
         pytest.param(f"--hybrid-layer-pattern M*-|G-M- {MAMBA} {DELTA} --pp 2 --recompute-activations", id="pp"),
         pytest.param(f"--multi-latent-attention --num-layers 4 {LATENTS} --tp 2 --sequence-parallel", id="latents"),
+        pytest.param(f"--hybrid-layer-pattern D-D- {SPARSE} --tp 2 --sequence-parallel", id="sparse"),
     ],
 )
 def test_activations_are_those_that_ranks_count(flags: str, run: Run) -> None:
@@ -146,6 +162,7 @@ def test_a_gpt_with_linear_attention_has_the_parts_of_its_halves(frequency: str)
         pytest.param(f"--hybrid-layer-pattern KL*- {KIMI}", id="further"),
         pytest.param(f"--hybrid-layer-pattern ME*- {MAMBA} {EXPERTS}", id="experts"),
         pytest.param(f"--hybrid-layer-pattern=+-+- {LATENTS}", id="latents"),
+        pytest.param(f"--hybrid-layer-pattern=D-D- {SPARSE}", id="sparse"),
     ],
 )
 def test_bounds_are_below_what_they_bound(flags: str) -> None:

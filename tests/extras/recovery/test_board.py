@@ -73,13 +73,19 @@ def test_a_node_that_ends_in_mid_notice_hides_no_other(boards: Boards) -> None:
 
 
 def test_the_first_word_counts_for_all(boards: Boards) -> None:
+    """Three agents speak at once, and one when the others have been told."""
     store = HashStore()
-    agents = [boards(store) for _ in range(3)]
-    for number, agent in enumerate(agents):
-        agent.send({"first": "1/over", "value": {"failed": f"rank {number}"}, "watch": "1/over"})
-    told = [agent.receive() for agent in agents]
+    agents = [boards(store) for _ in range(4)]
+
+    def say(number: int) -> None:
+        agents[number].send({"first": "1/over", "value": {"failed": f"rank {number}"}, "watch": "1/over"})
+
+    for number in range(3):
+        say(number)
+    told = [agent.receive() for agent in agents[:3]]
     assert told[0][0]["value"]["failed"] in ("rank 0", "rank 1", "rank 2")
-    assert told == [told[0]] * 3
+    say(3)
+    assert [*told, agents[3].receive()] == [told[0]] * 4
 
 
 @pytest.mark.parametrize(("nodes", "least", "most"), [(1, 20, 101), (1000, 1, 2)])
