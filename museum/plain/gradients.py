@@ -53,13 +53,13 @@ def synchronize_gradients(stage: Stage, ranks: Ranks) -> None:
 
 
 def sum_norm_gradients(stage: Stage, ranks: Ranks) -> None:
-    """With sequence parallelism, norms of hidden states see only this rank's tokens: sum over tensor-parallel ranks."""
+    """Sum gradients of norms over tensor-parallel ranks, each of which sees its tokens under sequence parallelism."""
     if ranks.settings.sp:
         _sum_gradients(stage, lambda name: name.endswith(("layernorm.weight", "model.norm.weight")), ranks.tp)
 
 
 def sum_router_gradients(stage: Stage, ranks: Ranks) -> None:
-    """With sequence parallelism, routers see only this rank's tokens: sum over tensor-parallel ranks."""
+    """Sum gradients of routers over tensor-parallel ranks, each of which sees its tokens under sequence parallelism."""
     if ranks.settings.sp:
         _sum_gradients(stage, lambda name: name.endswith("block_sparse_moe.gate.weight"), ranks.tp)
 

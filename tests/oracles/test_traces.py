@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from megalite.extras.verify.readers.reading import read_trace
-from megalite.extras.verify.saved import open_weights
+from megalite.extras.verify.saved import open_saved
 from megalite.extras.verify.trace import Trace
 from megalite.extras.verify.verdict import RIGHT, WRONG, Verdict
 from megalite.extras.verify.verification import verify
@@ -68,7 +68,9 @@ WITHOUT_COUNTERPART = re.compile(
 
 def judged(run: Run, weights: Path, folder: Path, how: How) -> tuple[Verdict, Trace]:
     trace = read_trace(folder, None)
-    return verify(run.command(), open_weights(weights), trace, run.batches(trace) if how == "logs" else None), trace
+    return verify(
+        run.command(), open_saved(weights).weights, trace, run.batches(trace) if how == "logs" else None
+    ), trace
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -128,8 +128,10 @@ def _array(values: Tensor, dtype: type) -> np.ndarray:
 
 
 def consumed_before(command: Command, step: int) -> int:
-    """Return the number of samples that a run has consumed before a step, counted from 1."""
+    """Return the number of samples that a run has consumed before a step, which counts from 1."""
     sizes, consumed = global_batch_size(command.config), 0
+    if len(sizes.sizes) == 1:
+        return (step - 1) * sizes.final
     for _ in range(step - 1):
         consumed += sizes.at(consumed)
     return consumed

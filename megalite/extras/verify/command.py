@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from megalite.config import CheckpointConfig, ParallelConfig, RunConfig, parse_arguments, resolve
 from megalite.config.alarms import AlarmsConfig
@@ -29,12 +29,11 @@ from megalite.config.yaml_file import Sections
 from megalite.errors import ConfigurationError
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.source import translate, translate_command
-from megalite.extras.verify.saved import open_weights
+from megalite.extras.verify.saved import open_saved
 from megalite.parallel.mesh import ParallelMesh
 
 Program = Literal["megalite", "megatron"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _WITHOUT_NUMBERS: Mapping[str, Any] = {
     "checkpoint": CheckpointConfig(),
     "logging": LoggingConfig(report=False),
@@ -249,7 +248,7 @@ def _of_the_numbers(argv: list[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _saved_sections(checkpoint: Path, tokenizer: str | None) -> Sections:
     """Return the fields of the network and the tokenizer in a checkpoint."""
-    opened = open_weights(checkpoint)
+    opened = open_saved(checkpoint).weights
     model = asdict(opened.config)
     if (tokenizer or opened.data.get("tokenizer_type")) == "NullTokenizer":
         model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token

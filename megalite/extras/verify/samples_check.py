@@ -108,16 +108,6 @@ def _array(values: Tensor) -> np.ndarray:
     return array
 
 
-def consumed_before(command: Command, step: int) -> int:
-    """Return the number of samples that a run has consumed before a step, which counts from 1."""
-    sizes, consumed = global_batch_size(command.config), 0
-    if len(sizes.sizes) == 1:
-        return (step - 1) * sizes.final
-    for _ in range(step - 1):
-        consumed += sizes.at(consumed)
-    return consumed
-
-
 def check_samples(
     command: Command, batches: Sequence[RecordedBatch], coordinates: Mapping[int, _Place], consumed: int
 ) -> SamplesCheck:

@@ -78,14 +78,6 @@ class _Both:
         self._of[name].fill(name, box, values)
 
 
-def open_weights(path: Path) -> OpenedModel:
-    """Open the weights of a checkpoint of megalite, Megatron-LM or Hugging Face, or of a run directory.
-
-    Raises CheckpointError if there is none, or if megalite does not compute its network.
-    """
-    return open_saved(path).weights
-
-
 def open_saved(path: Path) -> Saved:
     """Open a checkpoint of megalite, Megatron-LM or Hugging Face, or the latest one of a run directory.
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import DataError
+from megalite.extras.verify.batches import consumed_before
 from megalite.extras.verify.command import Command
-from megalite.extras.verify.samples_check import SamplesCheck, check_samples, consumed_before
+from megalite.extras.verify.samples_check import SamplesCheck, check_samples
 from megalite.extras.verify.trace import LAST, RecordedBatch
 from megalite.extras.verify.truth import open_data_of
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
