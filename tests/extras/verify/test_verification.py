@@ -271,3 +271,20 @@ def test_the_batch_of_a_trace_is_whole_samples_in_order(tmp_path: Path) -> None:
     assert found is not None
     assert found.whole
     assert [each["tokens"].tolist() for each in found.arrays] == [tokens_of(n)[:, :-1].tolist() for n in range(2)]
+
+
+def test_of_two_traces_of_a_step_the_wrong_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    traces = [traced(right, torch.float32), traced(wrong, torch.float32, epsilon)]
+    flags = ["--command", command(torch.float32), "--checkpoint", str(right / "weights")]
+    flags += ["--trace", str(traces[0]), "--against", str(traces[1]), "--json", "-"]
+    monkeypatch.setattr("sys.argv", ["megalite-verify", *flags])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == WRONG
+    printed = capsys.readouterr().out
+    found = json.loads(printed[printed.index("\n{") :])
+    assert [each["verdict"] for each in found.values()] == ["right", "wrong"]
+    assert [title.removeprefix("trace ") for title in found] == [str(trace) for trace in traces]
