@@ -103,7 +103,7 @@ test-bits: .venv/installed-test
 
 # The number before each stage is its budget in minutes on two cores.
 test-all:
-	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '4 test-extras' '5 test-wide $(OF_TURN)' \
+	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '5.5 test-extras' '5 test-wide $(OF_TURN)' \
 		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
 		$(if $(SLURM),'3 test-slurm $(OF_TURN)') $(if $(CHROMIUM),'1.5 test-report $(OF_HALF)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")

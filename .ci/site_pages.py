@@ -35,6 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Link each path of a page that stands in backticks, so that a strict build finds those that are gone."""
+    markdown = markdown.replace("](docs/", "](")  # pictures
     linked, end = [], 0
     for block in _FENCED.finditer(markdown):
         linked += [_PATH.sub(_link, markdown[end : block.start()]), block.group()]

@@ -11,6 +11,7 @@ _ENTRY_POINTS = {
     "corruption_watch": "megalite.extras.corruption.watch:CorruptionWatch",
     "monitors": "megalite.extras.monitors.from_flags:monitors",
     "largest_tensors": "megalite.extras.monitors.largest:largest_tensors",
+    "step_traces": "megalite.extras.verify.own_run:StepTraces",
     "memory_copies": "megalite.extras.recovery.copies:memory_copies",
     "survivors": "megalite.extras.recovery.survivors:Survivors",
     "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",

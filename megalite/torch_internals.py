@@ -31,6 +31,11 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo; of NCCL, if torch is built with it
 
 
+def operator(name: str, overload: str = "default") -> Any:
+    """Return an operator as a dispatch mode sees it, such as that of `mm` which writes into an output (`out`)."""
+    return getattr(getattr(torch.ops.aten, name), overload)
+
+
 def default_store() -> Store:
     """Return the store of the default process group, which torch does not expose.
 

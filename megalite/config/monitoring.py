@@ -78,6 +78,12 @@ class ProfilingConfig:
     """File of such a snapshot; the rank is added to its name."""
     profile_pipeline: PositiveInt | None = None
     """Step whose measured time line of all pipeline ranks is written to the run directory, as a picture and a trace."""
+    trace_steps: tuple[PositiveInt, ...] = ()
+    """Steps whose tensors are recorded, for megalite-verify. With save, a checkpoint is saved before each."""
+    trace_dir: str | None = None
+    """Folder of these records; unset: trace in the run directory."""
+    trace_whole: bool = False
+    """Record all elements of tensors, not sketches."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,10 @@ def profiling_problems(
         yield f"--profile-pipeline {step} writes files into --save, which must be a folder, not {save}"
     if step is not None and last is not None and step > last:
         yield f"--profile-pipeline {step} is beyond --train-iters {last}"
+    if last is not None and (late := [each for each in profiling.trace_steps if each > last]):
+        yield f"--trace-steps {late[0]} is beyond --train-iters {last}"
+    if not profiling.trace_steps:
+        yield from needs(profiling, "trace_dir trace_whole", "--trace-steps")
     if not profiling.profile_ranks:
         yield "--profile-ranks is empty: give at least one rank"
     for rank in profiling.profile_ranks:

@@ -63,7 +63,7 @@ def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True)
     check_sizes(folder, model)
     _check_other_files(folder)
     ends = tuple(sorted(end_tokens(folder)))
-    forms, further = _forms(family, model), family.of_prediction_layers(config)
+    forms, further = forms_of(family, model), family.of_prediction_layers(config)
     copies = copies_of_depths(next(iter(forms.values())))
     expected, left_out = frozenset(copies).union(*forms), None if model.depths else further
     files = HuggingFaceFiles(folder, family, expected, left_out)
@@ -71,7 +71,7 @@ def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True)
     if model.depths and further is not None and not any(re.fullmatch(further, name) for name in files.tensors):
         notes = (f"note: {folder} has no tensors of layers that predict further tokens (MTP): it is read without",)
         model = without_depths(model)
-        forms, copies = _forms(family, model), {}
+        forms, copies = forms_of(family, model), {}
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
     if others := sorted(files.tensors.keys() - names - copies.keys() - {family.head}):
         raise CheckpointError(f"{folder} has tensors of two forms of its family, such as {others[0]} beside the others")
@@ -94,7 +94,7 @@ def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True)
     return OpenedModel(what, model, source, data, length, folder, ends, is_huggingface=True, notes=notes)
 
 
-def _forms(family: Family, model: ModelConfig) -> dict[frozenset[str], list[FileTensor]]:
+def forms_of(family: Family, model: ModelConfig) -> dict[frozenset[str], list[FileTensor]]:
     """Return the tensors of each form of a family's files, by their names.
 
     Such as files with experts one by one, or with the experts of a layer together.

@@ -56,7 +56,7 @@ class HuggingFaceFiles:
         unknown = []
         for tensors in _open(folder) if family.unpack is None else _unpacked(folder, family.unpack):
             for name, (kind, read) in tensors.items():
-                ours = _canonical(name, family, expected)
+                ours = canonical_name(name, family, expected)
                 if ours in expected or ours == family.head:
                     if ours in self.tensors:
                         raise CheckpointError(f"{folder} has {ours} twice")
@@ -77,7 +77,8 @@ class HuggingFaceFiles:
         return self._read[name]()
 
 
-def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
+def canonical_name(name: str, family: Family, expected: frozenset[str]) -> str:
+    """Return the name in the family's table for a name in files. `expected`: the table's names for this model."""
     for pattern, renamed in family.renamed.items():
         name = re.sub(f"^{pattern}$", renamed, name)
     others = (ours + name.removeprefix(theirs) for theirs, ours in family.prefixes.items() if name.startswith(theirs))
@@ -108,7 +109,7 @@ def chosen_files(folder: Path) -> tuple[Callable[[Path], Stored], list[Path]]:
 
     Safetensors files come before pickles, and a single file comes before an index of several files.
     """
-    for stem, suffix, opener in (("model", "safetensors", _safetensors), ("pytorch_model", "bin", _pickled)):
+    for stem, suffix, opener in (("model", "safetensors", open_safetensors), ("pytorch_model", "bin", _pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
         if single.is_file():
             return opener, [single]
@@ -157,7 +158,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {"model_type": f"{config['model_type']}_text", **of_both, **text}
 
 
-def _safetensors(path: Path) -> Stored:
+def open_safetensors(path: Path) -> Stored:
     """Open a safetensors file (https://huggingface.co/docs/safetensors). Little of it is resident while it is read."""
     try:
         with open_regular(path, folder=path.parent) as file:

@@ -118,6 +118,7 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
         "groups": groups,
         "of_group": heads // groups * (1 + model.attention_output_gate) + 2,
         "width": model.head_dim,
+        "half_width": model.head_dim // 2,
         "ffn": model.ffn_size,
         "experts": model.num_experts or 0,
         "expert_ffn": model.expert_ffn_size,

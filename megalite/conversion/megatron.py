@@ -17,6 +17,7 @@ from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
+from megalite.checkpoint.manifest import STATE
 from megalite.checkpoint.tensors import Kind, natural_order
 from megalite.config import ModelConfig
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
@@ -45,11 +46,12 @@ FILE = 5 * 10**9
 """Approximate size of a file in bytes. The tensors of a layer are not divided."""
 
 
-def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel:
+def open_megatron(path: Path, true_vocab_size: int | None = None, state: str = "") -> OpenedModel:
     """Open a checkpoint's folder, or the latest checkpoint of a run directory, without the optimizer's state.
 
     `true_vocab_size` is the number of tokens in the vocabulary. If it is None, the saved arguments give it, otherwise
-    the number of rows of the embedding. Raises CheckpointError if megalite cannot compute exactly this network.
+    the number of rows of the embedding. `state`: one of `TorchDist.states`, which is opened in place of the weights.
+    Raises CheckpointError if megalite cannot compute exactly this network.
     """
     folder, opened, arguments = read_arguments(path)
     try:
@@ -66,7 +68,10 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     if isinstance(opened, Legacy) and any(newer.values()):
         words = next(words for words, has in newer.items() if has)
         raise CheckpointError(f"{folder} has {words}: {NEWER_FORMAT}")
-    chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
+    if isinstance(opened, Legacy):
+        chunks = opened.chunks(model.activation.gated)
+    else:
+        chunks = opened.chunks(model.num_layers, state)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
     rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)
@@ -75,7 +80,9 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: give their number by --true-vocab-size")
     model = replace(model, vocab_size=tokens)
     logical = logical_tensors(model)
-    mapping = _files_of(model, logical)
+    if state:
+        logical = {name: shape for name, shape in logical.items() if not name.startswith(STATE)}
+    mapping = tensors_of_megatron(model, logical)
     others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=natural_order)
     if others:
         some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
@@ -100,8 +107,11 @@ def read_arguments(path: Path) -> tuple[Path, TorchDist | Legacy, Mapping[str, A
     return folder, opened, arguments
 
 
-def _files_of(model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
-    """Return the tensors of a network's files, of which each letter of a pattern is a layer."""
+def tensors_of_megatron(model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
+    """Return the tensors of a network's files, of which each letter of a pattern is a layer.
+
+    `logical`: shapes of its logical tensors, by name. Raises CheckpointError if Megatron-LM has no such network.
+    """
     halves = 2 if model.hybrid_layer_pattern is None else 1
     main = {name: shape for name, shape in logical.items() if not is_of_depth(name)}
     return [*file_tensors(RULES, model, main, halves), *file_tensors_of_depths(RULES, model, logical, halves)]
@@ -222,7 +232,7 @@ def write_megatron(
     arguments = arguments_of(model, opened.data, opened.sequence_length, vocabulary)
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
-    mapping = _files_of(model, logical_tensors(model))
+    mapping = tensors_of_megatron(model, logical_tensors(model))
     files = ToFiles(opened.source, mapping, dtype or opened.dtype, precise=kept_in_fp32(model))
     stacked = _Stacked(files, model, vocabulary)
     common = io.BytesIO()

@@ -94,7 +94,7 @@ class Legacy:
         ]
         for _, _, model in sorted(stages, key=lambda stage: stage[:2]):
             layers = 0
-            for old, values in _flat(self._folder, model):
+            for old, values in flat_tensors(self._folder, model):
                 name = canonical(old)
                 if not is_weight(name):
                     continue
@@ -145,7 +145,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+def flat_tensors(path: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the tensors of nested dictionaries. A name is the keys that lead to the tensor, joined by dots.
 
     Raises CheckpointError if there are more entries than any network has: a malicious file may refer to one dictionary
@@ -167,4 +167,4 @@ def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredT
             levels.append((f"{name}.", iter(value.items())))
         elif isinstance(value, StoredTensor):
             yield name, value
-    raise CheckpointError(f"{folder} has too many nested dictionaries for a model")
+    raise CheckpointError(f"{path} has too many nested dictionaries for a model")

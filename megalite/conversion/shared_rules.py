@@ -10,7 +10,7 @@ from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, QUERY, MappedBox
 ATTENTION, MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 """Prefixes of the tensors of a layer, as most families have them."""
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-_KEY_OR_VALUE = "(groups width) hidden -> groups 1 width hidden", "(groups width) -> groups 1 width"
+KEY_OR_VALUE = "(groups width) hidden -> groups 1 width hidden", "(groups width) -> groups 1 width"
 _GATE_OR_UP = "ffn hidden -> 1 ffn hidden", "ffn -> 1 ffn"
 
 _UNUSED = {"is_encoder_decoder": False, "tie_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
@@ -56,8 +56,8 @@ def attention_but_queries(
 ) -> tuple[Rule, ...]:
     """Return these rules without that for the queries."""
     return (
-        *linear(f"{block}.k_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 0))),
-        *linear(f"{block}.v_proj", _KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 1))),
+        *linear(f"{block}.k_proj", KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 0))),
+        *linear(f"{block}.v_proj", KEY_OR_VALUE, MappedBox("attention.key_value", offset=(0, 1))),
         *linear(f"{block}.{output}", ATTENTION_OUTPUT, MappedBox("attention.output")),
         *_norm_of_heads(f"{block}.q_{norms}", "attention.query_norm", "heads" if over_heads else ""),
         *_norm_of_heads(f"{block}.k_{norms}", "attention.key_norm", "groups" if over_heads else ""),

@@ -29,13 +29,13 @@ _LARGEST_LIST = 16 * MIB
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
-def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
+def read_torch_file(path: Path, start: int = 0, length: int | None = None, *, folder: Path | None = None) -> Any:
     """Return the object that `torch.save` has written to a file, or to `length` bytes from `start` on.
 
-    Tensors are returned as `StoredTensor`s. Raises CheckpointError.
+    Tensors are returned as `StoredTensor`s. `folder`: as for `open_regular`. Raises CheckpointError.
     """
     try:
-        with open_regular(path) as file:
+        with open_regular(path, folder=folder) as file:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         stop = len(content) if length is None else start + length
         if not 0 <= start < stop <= len(content):

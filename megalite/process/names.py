@@ -15,7 +15,7 @@ _OF_SCRIPTS = {
 }
 _SAME = (
     "calibrate|chaos|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
-    "inspect_dataset|merge_datasets|plan|report|reshard|scaling|train_tokenizer|translate"
+    "inspect_dataset|merge_datasets|plan|report|reshard|scaling|train_tokenizer|translate|verify"
 )
 _OF_TOOLS = rf"(?<!\S)tools/(?:checkpoint/)?({'|'.join(_OF_SCRIPTS)}|{_SAME})"
 _SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_(?:gpt|hybrid|mamba)))\.py\b")

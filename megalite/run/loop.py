@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -97,6 +98,8 @@ class TrainingLoop:
         self.watch: Watch | None = None
         self.sampler: TextSampler | None = None
         self.monitors: Sequence[Monitor] = ()
+        self.around: Callable[[Callable[[], StepMetrics]], StepMetrics] = operator.call
+        """Runs a step: as it is, or with a record of it."""
         self._stack = ExitStack()
         self.saves = [trainer.iteration]
         """Steps that checkpoints of this trajectory have, or are to have: where it began, and where it was saved."""
@@ -218,7 +221,7 @@ class TrainingLoop:
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
-            metrics = step() if self.watch is None else self.watch.step()
+            metrics = self.around(step if self.watch is None else self.watch.step)
         self._pace = self._pace.after(metrics.iteration_time_s)
         self._report(metrics)
         self._raise_if_diverged()
@@ -392,7 +395,8 @@ class TrainingLoop:
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         with self.sections(AGREEMENT):
             copying = () if self.copies is None else (self.copies.busy,)
-            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving, *copying
+            save = files.take("SAVE") or self.trainer.iteration + 1 in self.config.profiling.trace_steps
+            flags = self._told_to_stop(), save, files.take("PROFILE"), *saving, *copying
             asked, *others = self.agreed(flags)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 

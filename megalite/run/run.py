@@ -212,6 +212,8 @@ class Run:
             loop.watch = entry_point("corruption_watch")(trainer, self.copies)
         if self.config.is_monitored:
             loop.monitors = entry_point("monitors")(trainer)
+        if self.config.profiling.trace_steps:
+            loop.around = entry_point("step_traces")(trainer)
         return loop
 
     def finish(self, display: Display, last: int) -> None:

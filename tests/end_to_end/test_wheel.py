@@ -17,10 +17,12 @@ from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations
 LOOK = """
 import sys
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import megalite, megalite_kernels
 
+assert find_spec("megalite_trace").origin.startswith(sys.prefix)
 for package in (megalite, megalite_kernels):
     assert Path(package.__file__).is_relative_to(sys.prefix), package.__file__
     assert Path(package.__file__).with_name("py.typed").exists()
@@ -49,7 +51,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"  # a copy: setuptools builds in the tree that it is given
     for name in ("megalite", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "megalite_trace.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     build = ("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder, source)

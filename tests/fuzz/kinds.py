@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import devices, launches, messages, templates
+from tests.fuzz import devices, launches, messages, recordings, templates
 from tests.fuzz.edits import (
     BYTES,
     INDEX,
@@ -546,6 +546,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "chaos": Kind((devices.prepare,), devices.read_chaos, {"schedule.json": JSON, "sites.toml": devices.TOML}),
     "launch": Kind((launches.prepare,), launches.program, launches.FILES, launches.draw),
+    "traces": Kind((recordings.prepare,), recordings.program, recordings.FILES),
     "messages": Kind(messages.PREPARE, messages.program, dict.fromkeys(messages.FILES, LINES), messages.draw),
 }
 """Kinds by the names that `make fuzz KIND=` takes."""

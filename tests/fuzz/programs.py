@@ -38,6 +38,7 @@ MODULES = (
     "megalite.extras.chaos.commands.chaos",
     "megalite.extras.planner.stage_layout",
     "megalite.extras.recovery.spares",
+    "megalite.extras.verify.readers.reading",
     "megalite.process.progress",
     "megalite.watchdog.watchdog",
     "megalite.watchdog.flight_recorder",

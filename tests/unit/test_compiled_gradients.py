@@ -76,6 +76,8 @@ ELSEWHERE = {
     "SumOverSharers": "",
     "_BlocksOnMeta": "on the meta device, which has no numbers",
     "_InParts": "is not traced: it runs functions of parts that are compiled by themselves",
+    "_Gathered": "of the trainer of a demonstration, which is not traced, as is the next",
+    "_Scattered": "",
     "_ActivatedGroupedLinear": "differentiates in backward, which is not traced",
 }
 """Functions without an operation here, and why."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.conversion.dcp_files import _key, _numbers
 from megalite.conversion.megatron import open_megatron
 from megalite.conversion.megatron_arguments import model_of, tokenizer_of
-from megalite.conversion.megatron_legacy import _flat
-from megalite.conversion.megatron_torch_dist import _key, _numbers
+from megalite.conversion.megatron_legacy import flat_tensors
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import GPT2, random_model, read, write
 from tests.unit.test_conversion_restricted_pickle import of_one_hash
@@ -160,7 +160,7 @@ def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
 def test_a_key_of_many_long_texts_is_not_written_out(tmp_path: Path) -> None:
     model: dict[object, object] = {("a" * 10**6,) * 10: {}}
     tracemalloc.start()
-    assert list(_flat(tmp_path, model)) == []  # type: ignore[arg-type]
+    assert list(flat_tensors(tmp_path, model)) == []  # type: ignore[arg-type]
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 10**6

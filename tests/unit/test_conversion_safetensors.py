@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
-from megalite.conversion.huggingface_files import _pickled, _safetensors
+from megalite.conversion.huggingface_files import _pickled, open_safetensors
 from megalite.errors import CheckpointError
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16), "none": torch.zeros(0, 5)}
@@ -42,7 +42,7 @@ def changed(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_a_whole_file_is_read(tmp_path: Path) -> None:
-    files = _safetensors(write(tmp_path, content(HEADER)))
+    files = open_safetensors(write(tmp_path, content(HEADER)))
     assert {name: kind.shape for name, (kind, _) in files.items()} == {"a": (2, 3), "b": (4,), "none": (0, 5)}
     for name in ("a", "b"):
         assert torch.equal(files[name][1](), TENSORS[name])
@@ -82,11 +82,11 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 def test_what_the_format_forbids_is_refused(tmp_path: Path, what: str) -> None:
     whole, message = REFUSED[what]
     with pytest.raises(CheckpointError, match=message) as error:
-        _safetensors(write(tmp_path, whole))
+        open_safetensors(write(tmp_path, whole))
     assert "model.safetensors is not a complete safetensors file: " in str(error.value)
 
 
-@pytest.mark.parametrize("opener", [_safetensors, _pickled])
+@pytest.mark.parametrize("opener", [open_safetensors, _pickled])
 def test_what_is_no_file_of_the_folder_is_refused_at_once(tmp_path: Path, opener: Callable[[Path], Any]) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -148,4 +148,4 @@ def test_what_the_library_refuses_is_refused(
         deserialize(whole)
     except SafetensorError:
         with pytest.raises(CheckpointError):
-            _safetensors(write(tmp_path_factory.getbasetemp(), whole))
+            open_safetensors(write(tmp_path_factory.getbasetemp(), whole))

@@ -55,6 +55,21 @@ def test_a_product_of_another_dtype_is_added_on_meta() -> None:
     assert torch.addmm(target, factor, factor, out_dtype=target.dtype, beta=1.0, out=target) is target, VERSION
 
 
+def test_operators_have_the_names_that_a_dispatch_mode_sees() -> None:
+    seen = []
+
+    class Names(internals.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Names():
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2))
+        torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
+    assert internals.operator("mm", "out") in seen, VERSION
+    assert internals.operator("bmm") in seen, VERSION
+
+
 def test_a_profiler_is_noticed() -> None:
     assert not internals.is_profiling(), VERSION
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

@@ -22,12 +22,18 @@ MOST_ENTRIES = 16
 """Entries in the legend of a chart."""
 
 
-def _style() -> str:
-    """Return the style of the page: page.css, the colours of lines, and what each position of the switch shows."""
+def style() -> str:
+    """Return the style of a page: page.css, and the colours of lines, light and dark."""
     light = "".join(f"--c{at}:{colour};" for at, colour in enumerate(COLOURS))
     dark = "".join(f"--c{at}:{colour};" for at, colour in enumerate(_DARK))
     rules = [f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"]
     rules += [f".c{at}{{stroke:var(--c{at})}}.f{at}{{fill:var(--c{at})}}" for at in range(len(COLOURS))]
+    return (Path(__file__).parent / "page.css").read_text() + "".join(rules)
+
+
+def _switch_style() -> str:
+    """Return the style of what each position of the switch shows."""
+    rules = []
     for unit in UNITS:
         label = f".switch label[for=over-{unit}]"
         rules.append(
@@ -35,7 +41,7 @@ def _style() -> str:
             f"#over-{unit}:checked~{label}{{background:var(--ink);color:var(--paper)}}"
             f"#over-{unit}:focus-visible~{label}{{outline:2px solid var(--c0)}}"
         )
-    return (Path(__file__).parent / "page.css").read_text() + "".join(rules)
+    return "".join(rules)
 
 
 def document(runs: Sequence[Recorded]) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def page(runs: Sequence[Recorded], drawn: Sequence[Chart] | None = None) -> str:
         "</main>",
     ]
     title = f"{names}: megalite report"
-    return html_page(printable(title), _style(), "\n".join(body), "light dark")
+    return html_page(printable(title), style() + _switch_style(), "\n".join(body), "light dark")
 
 
 def _switch_inputs(units: Iterable[str]) -> list[str]:

@@ -40,7 +40,7 @@ def constants(same: Sequence[Chart], runs: Sequence[Recorded]) -> str:
         for chart in same
         for line in chart.lines
     ]
-    return _details(f"{counted(len(rows), 'figure')} that did not change", [], rows)
+    return details(f"{counted(len(rows), 'figure')} that did not change", [], rows)
 
 
 def who_waits(runs: Sequence[Recorded]) -> str:
@@ -53,7 +53,7 @@ def who_waits(runs: Sequence[Recorded]) -> str:
             yield each.axis, f"{1000 * each.seconds:,.4g} ms", longest, awaited
 
     header = ["axis", "a step, median rank", "who waits longest", "who waits least: others wait for it"]
-    return _details("Who waits, and for whom", *_by_run(runs, header, of))
+    return details("Who waits, and for whom", *_by_run(runs, header, of))
 
 
 def samples(run: Recorded, with_name: bool) -> str:
@@ -64,7 +64,7 @@ def samples(run: Recorded, with_name: bool) -> str:
     shown = "".join(f"<pre>{as_text(text)}</pre>" for step, text in run.samples if step == last)
     of = f" of {as_text(run.name)}" if with_name else ""
     before = [[f"{step:,}", text] for step, text in reversed(run.samples) if step != last]
-    return f"<h2>Text{of} after step {last:,}</h2>{shown}{_details('Texts before', ['step', 'text'], before)}"
+    return f"<h2>Text{of} after step {last:,}</h2>{shown}{details('Texts before', ['step', 'text'], before)}"
 
 
 def sources(runs: Sequence[Recorded]) -> str:
@@ -77,7 +77,7 @@ def sources(runs: Sequence[Recorded]) -> str:
         for name, tokens in sorted(found.items(), key=lambda item: -item[1]):
             yield name, short(tokens), share_text(tokens / whole)
 
-    return _details("Tokens by source", *_by_run(runs, ["source", "tokens", "share"], of))
+    return details("Tokens by source", *_by_run(runs, ["source", "tokens", "share"], of))
 
 
 def spent(runs: Sequence[Recorded]) -> str:
@@ -88,7 +88,7 @@ def spent(runs: Sequence[Recorded]) -> str:
         for cause in CAUSES
         if any(run.facts.spent[cause] for run in told)
     ]
-    return _details("Where the time went", ["", *(run.name for run in told)], rows)
+    return details("Where the time went", ["", *(run.name for run in told)], rows)
 
 
 def events(runs: Sequence[Recorded]) -> str:
@@ -97,7 +97,7 @@ def events(runs: Sequence[Recorded]) -> str:
     left = f"<p class='grey'>The first {MOST_EVENTS} of {len(rows):,}.</p>" if len(rows) > MOST_EVENTS else ""
     names = ", ".join(f"{kind}: {words}" for kind, words in MARKS.items())
     after = f"{left}<p class='grey'>Marks on the curves: {as_text(names)}.</p>"
-    return _details(counted(len(rows), "event"), header, rows[:MOST_EVENTS], after)
+    return details(counted(len(rows), "event"), header, rows[:MOST_EVENTS], after)
 
 
 def differences(runs: Sequence[Recorded]) -> dict[str, tuple[str, ...]]:
@@ -119,7 +119,7 @@ def differences_table(runs: Sequence[Recorded]) -> str:
 
 
 def configuration(run: Recorded) -> str:
-    return _details(f"Configuration of {run.name}", [], [[key, value] for key, value in flat(run.config).items()])
+    return details(f"Configuration of {run.name}", [], [[key, value] for key, value in flat(run.config).items()])
 
 
 def _by_run(
@@ -131,7 +131,7 @@ def _by_run(
     return [*(["run"] if several else []), *header], rows
 
 
-def _details(summary: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
+def details(summary: str, header: Sequence[str], rows: Sequence[Sequence[str]], after: str = "") -> str:
     """Return a table that is closed at first, or nothing if it has no rows."""
     if not rows:
         return ""

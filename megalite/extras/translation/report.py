@@ -44,6 +44,7 @@ class Report:
         launcher: words of the command before the program. What a shell is to expand is between two marks.
         shell: number of these words that start the shell which expands the others.
         environment: variables to set.
+        program: the program of a launch script, as it is written there.
     """
 
     flags: list[str] = field(default_factory=list)
@@ -59,6 +60,7 @@ class Report:
     launcher: tuple[str, ...] = ()
     shell: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    program: str = ""
 
     @property
     def world_size(self) -> int | None:

@@ -59,6 +59,15 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
         raise ConfigurationError(f"{name}: {error}") from error
 
 
+def translate_command(text: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
+    """Return the translation of a command as it is typed into a shell. The arguments are those of `translate`.
+
+    Raises:
+        ConfigurationError: it starts no training program.
+    """
+    return _translate(text, ".sh", variables, ranks)
+
+
 def _mentions(text: str, variable: str) -> bool:
     """Tell whether a text may use a variable, or any argument if it is a number."""
     uses = r"\$\{?[\d@*#]" if variable.isdecimal() else "HOME|~" if variable == "HOME" else rf"\b{variable}\b"
@@ -133,6 +142,7 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         whole=True,
         launcher=launch.launcher,
         shell=launch.shell,
+        program=launch.program,
     )
     if launch.uncounted and ranks and "--ranks" in launch.uncounted and ranks % (launch.nodes or 1) == 0:
         report.per_node = ranks // (launch.nodes or 1)

@@ -1,0 +1,97 @@
+"""Verdicts on what needs no trace of tensors: a log, a pair of checkpoints, the samples of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.errors import DataError
+from megalite.extras.verify.batches import consumed_before, from_trace
+from megalite.extras.verify.command import Command
+from megalite.extras.verify.compare import first_difference, layer_of
+from megalite.extras.verify.evidence import Evidence
+from megalite.extras.verify.hypotheses import Hypothesis
+from megalite.extras.verify.judgement import LIMIT, Judgement
+from megalite.extras.verify.logs import read_log
+from megalite.extras.verify.metrics_check import check_metrics
+from megalite.extras.verify.samples_check import SampleFinding, check_samples
+from megalite.extras.verify.saved import open_saved
+from megalite.extras.verify.step_check import check_step, gradients_of
+from megalite.extras.verify.step_quantities import Difference, StepGradients
+from megalite.extras.verify.trace import Entry, Trace
+from megalite.extras.verify.verdict import Figure, Verdict
+
+
+def verify_metrics(command: Command, checkpoint: Path | None, log: Path) -> Verdict:
+    """Compare a log of the first steps after a checkpoint with what should have come out.
+
+    `checkpoint`: None for a run that begins with the initial values that megalite draws.
+
+    Raises DataError or CheckpointError as `check_metrics` does.
+    """
+    start = None if checkpoint is None else open_saved(checkpoint)
+    found = check_metrics(command, read_log(log), start)
+    figures = [
+        Figure(f"{each.name} of step {each.step}", each.recorded, each.expected, each.tolerance)
+        for each in found.figures
+    ]
+    hypotheses = [Hypothesis("figure", each.name, each.ratio * LIMIT) for each in found.explanations]
+    return Verdict((), None, hypotheses=hypotheses, figures=figures, notes=(*command.notes, *found.notes))
+
+
+def verify_step(command: Command, before: Path, after: Path, trace: Trace | None = None) -> Verdict:
+    """Check that one step of the optimizer leads from a checkpoint to another, with the gradients of its batch.
+
+    `trace`: has the batch, if it has all of it; else the data flags give it. Without either, only what follows from the
+    averages of the optimizer is checked. Raises CheckpointError.
+    """
+    start, end = open_saved(before), open_saved(after)
+    notes: list[str] = []
+    gradients: StepGradients | None
+    try:
+        recorded = None if trace is None else from_trace(trace)
+        known = recorded is not None and recorded.whole
+        gradients = gradients_of(command, start, recorded.arrays if recorded is not None and known else None)
+    except DataError as error:
+        gradients = None
+        notes.append(f"the gradients are not known, so only the update is checked: {error}")
+    found = check_step(command, start, end, gradients)
+    judgements = [_judgement(each, order) for order, each in enumerate(found.differences)]
+    hypotheses = [Hypothesis("update", each.name, each.ratio * LIMIT) for each in found.explanations]
+    first = first_difference(judgements)
+    ranks = (0,) if first is not None else ()
+    return Verdict(judgements, first, ranks, hypotheses, notes=(*command.notes, *found.notes, *notes))
+
+
+def _judgement(difference: Difference, order: int) -> Judgement:
+    """Return a difference as a judgement, whose limit is what rounding explains at most."""
+    name = difference.tensor if difference.kind == "weights" else f"{difference.tensor} ({difference.kind})"
+    entry = Entry(0, name, "parameter_after", (), "the second checkpoint", _not_kept)
+    rounding = difference.tolerance / LIMIT
+    return Judgement(
+        entry, None, layer_of(difference.tensor), order, difference.distance, rounding, 1.0, difference.change
+    )
+
+
+def _not_kept() -> Evidence:
+    raise DataError("the tensors of a checkpoint are read once")
+
+
+def with_samples(verdict: Verdict, command: Command, trace: Trace, step: int) -> Verdict:
+    """Add lines on recorded samples that are not those that the data flags give for a step, counted from 1.
+
+    Raises DataError if the data are not here, or end before.
+    """
+    if not trace.batches:
+        return replace(verdict, notes=(*verdict.notes, "the trace has no batch to compare with the data"))
+    found = check_samples(command, trace.batches, trace.coordinates, consumed_before(command, step))
+    said = [found.explanation] if found.explanation else []
+    said += list(dict.fromkeys(map(_line, found.findings)))[:8]
+    notes = [] if found.findings else [f"{found.samples} samples are those of the data flags"]
+    return replace(verdict, further=(*verdict.further, *said), notes=(*verdict.notes, *notes))
+
+
+def _line(finding: SampleFinding) -> str:
+    place = f"rank {finding.rank}, micro-batch {finding.micro_batch}, row {finding.row}"
+    what = finding.said or (f"it is sample {finding.found}" if finding.found is not None else "it is no sample near it")
+    return f"{place}: {finding.field} of sample {finding.expected} differ: {what}"

@@ -1,0 +1,1 @@
+"""Programs of verification: one module per command."""

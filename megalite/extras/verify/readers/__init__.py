@@ -1,0 +1,1 @@
+"""Readers of traces: one file for each program that writes them."""
