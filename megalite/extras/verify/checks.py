@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-from megalite.errors import DataError
-from megalite.extras.verify.batches import consumed_before, from_trace
+from megalite.errors import ConfigurationError, DataError
+from megalite.extras.verify.batches import StepBatches, consumed_before, from_trace, recorded_samples
 from megalite.extras.verify.command import Command
 from megalite.extras.verify.compare import first_difference, layer_of
 from megalite.extras.verify.evidence import Evidence
 from megalite.extras.verify.hypotheses import Hypothesis
 from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.logs import read_log
-from megalite.extras.verify.metrics_check import check_metrics
+from megalite.extras.verify.metrics_check import STEPS, check_metrics
+from megalite.extras.verify.readers.reading import read_trace
 from megalite.extras.verify.samples_check import SampleFinding, check_samples
 from megalite.extras.verify.saved import open_saved
 from megalite.extras.verify.step_check import check_step, gradients_of
@@ -22,21 +25,39 @@ from megalite.extras.verify.trace import Entry, Trace
 from megalite.extras.verify.verdict import Figure, Verdict
 
 
-def verify_metrics(command: Command, checkpoint: Path | None, log: Path) -> Verdict:
+def verify_metrics(command: Command, checkpoint: Path | None, log: Path, trace: Path | None = None) -> Verdict:
     """Compare a log of the first steps after a checkpoint with what should have come out.
 
-    `checkpoint`: None for a run that begins with the initial values that megalite draws.
+    Args:
+        checkpoint: None for a run that begins with the initial values that megalite draws.
+        trace: has the samples of these steps, or of the first ones; None: the data flags do.
 
     Raises DataError or CheckpointError as `check_metrics` does.
     """
     start = None if checkpoint is None else open_saved(checkpoint)
-    found = check_metrics(command, read_log(log), start)
+    before = 0 if start is None or command.settings.get("finetune") else start.iteration or 0
+    batches = [] if trace is None else list(islice(_recorded(trace, before + 1), STEPS))
+    recorded = recorded_samples(batches, consumed_before(command, before + 1)) if batches else None
+    found = check_metrics(command, read_log(log), start, len(batches) or STEPS, recorded)
     figures = [
         Figure(f"{each.name} of step {each.step}", each.recorded, each.expected, each.tolerance)
         for each in found.figures
     ]
     hypotheses = [Hypothesis("figure", each.name, each.ratio * LIMIT) for each in found.explanations]
     return Verdict((), None, hypotheses=hypotheses, figures=figures, notes=(*command.notes, *found.notes))
+
+
+def _recorded(trace: Path, step: int) -> Iterator[StepBatches]:
+    """Yield the micro-batches of steps in a row, as far as a trace has all of them."""
+    while True:
+        try:
+            found = from_trace(read_trace(trace, step))
+        except ConfigurationError:  # the trace has no such step
+            return
+        if found is None or not found.whole:
+            return
+        yield found
+        step += 1
 
 
 def verify_step(command: Command, before: Path, after: Path, trace: Trace | None = None) -> Verdict:

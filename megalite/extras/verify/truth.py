@@ -13,6 +13,8 @@ from torch import Tensor
 from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.checkpoint.plan import held_regions
 from megalite.config import RunConfig
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays
 from megalite.data.sampler import equal_deal
 from megalite.errors import CheckpointError
@@ -67,10 +69,16 @@ class Step:
     clip: float
 
 
-def open_data_of(command: Command) -> RunData:
-    """Open the data of a run. Raises DataError or ConfigurationError if they are not here."""
+def open_data_of(command: Command, recorded: Dataset[SampleFields] | None = None) -> RunData:
+    """Open the data of a run, with the samples that it has recorded, if these are known.
+
+    Raises DataError or ConfigurationError if the data are not here.
+    """
     config, _ = one_process(command, "fp64")
-    return open_data(config)
+    if recorded is None:
+        return open_data(config)
+    made_up = replace(config.data, mock_data=True, data_path=())
+    return replace(open_data(replace(config, data=made_up)), train=recorded)
 
 
 def with_vocabulary(command: Command, start: Saved | None) -> RunConfig:

@@ -88,7 +88,7 @@ def main() -> None:
     for flag, file in (("--json", arguments.json), ("--page", arguments.page)):
         if file not in (None, "-"):
             require_output(flag, file)
-    found = list(_verdicts(arguments))
+    found = list(verdicts(arguments))
     for title, verdict in found:
         _show(arguments, title, verdict)
     if arguments.json is not None:
@@ -102,7 +102,7 @@ def main() -> None:
     sys.exit(max((verdict.exit_code for _, verdict in found), key=lambda code: (code == 1, code)))
 
 
-def _verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
+def verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
     """Yield the result of each verification that is asked for, with its title."""
     asked = [arguments.trace, arguments.metrics, arguments.next]
     if not any(asked):
@@ -124,12 +124,13 @@ def _verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
     )
     for folder in filter(None, (arguments.trace, arguments.against)):
         yield f"trace {folder}", _of_trace(arguments, command, checkpoint, Path(folder))
+    trace = None if arguments.trace is None else Path(arguments.trace)
     if arguments.metrics is not None:
-        yield f"metrics {arguments.metrics}", verify_metrics(command, checkpoint, Path(arguments.metrics))
+        yield f"metrics {arguments.metrics}", verify_metrics(command, checkpoint, Path(arguments.metrics), trace)
     if arguments.next is not None:
         assert checkpoint is not None  # as is required above
-        trace = None if arguments.trace is None else read_trace(Path(arguments.trace), arguments.step)
-        yield f"step to {arguments.next}", verify_step(command, checkpoint, Path(arguments.next), trace)
+        batch = None if trace is None else read_trace(trace, arguments.step)
+        yield f"step to {arguments.next}", verify_step(command, checkpoint, Path(arguments.next), batch)
 
 
 def _of_trace(arguments: Arguments, command: Command, checkpoint: Path | None, folder: Path) -> Verdict:
