@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.config.activations import ACTIVATIONS, FLAGS
+from megalite.extras.verify.cuts import tokens_of
 from megalite.model.attention import Attention
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import MicroBatch, first_visible
@@ -88,6 +89,12 @@ def _positions(model: ModelConfig, batch: MicroBatch) -> Iterator[Alternative]:
                 f"each of {ranks} ranks counts the positions of its own part from 0",
                 batch=partial(_with_positions, change=partial(torch.remainder, other=length // ranks)),
             )
+        if length % (2 * ranks) == 0:
+            yield Alternative(
+                "position",
+                f"each of {ranks} context-parallel ranks counts the positions of its two chunks from 0 on",
+                batch=partial(_with_positions, change=partial(_counted_in_chunks, ranks=ranks)),
+            )
 
 
 def _with_positions(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -96,6 +103,15 @@ def _with_positions(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> Mi
 
 def _shifted(positions: Tensor, by: int) -> Tensor:
     return (positions + by).clamp(min=0)
+
+
+def _counted_in_chunks(positions: Tensor, ranks: int) -> Tensor:
+    """Return the places of tokens among those of their context-parallel rank, which has a chunk from each end."""
+    length = positions.shape[-1]
+    found = torch.empty(length, dtype=positions.dtype)
+    for rank in range(ranks):
+        found[tokens_of((rank, ranks), length)] = torch.arange(length // ranks, dtype=positions.dtype)
+    return found.expand_as(positions)
 
 
 def _starts(batch: MicroBatch) -> Tensor:

@@ -12,7 +12,6 @@ from megalite.extras.verify.batches import StepBatches, consumed_before, from_tr
 from megalite.extras.verify.command import Command
 from megalite.extras.verify.compare import first_difference, layer_of
 from megalite.extras.verify.evidence import Evidence
-from megalite.extras.verify.hypotheses import Hypothesis
 from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.logs import read_log
 from megalite.extras.verify.metrics_check import STEPS, check_metrics
@@ -21,6 +20,7 @@ from megalite.extras.verify.samples_check import SampleFinding, check_samples
 from megalite.extras.verify.saved import open_saved
 from megalite.extras.verify.step_check import check_step, gradients_of
 from megalite.extras.verify.step_quantities import Difference, StepGradients
+from megalite.extras.verify.suspect import Hypothesis
 from megalite.extras.verify.trace import Entry, Trace
 from megalite.extras.verify.verdict import Figure, Verdict
 

@@ -28,11 +28,12 @@ from megalite.extras.verify.command import Command
 from megalite.extras.verify.compare import OF_WEIGHTS, Convention, Walk, first_difference, ranks_of
 from megalite.extras.verify.correspondence import Correspondence
 from megalite.extras.verify.cuts import tokens_of
-from megalite.extras.verify.hypotheses import Hypothesis, Search
+from megalite.extras.verify.hypotheses import Search
 from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.recall import Recall
 from megalite.extras.verify.replay import Replay
 from megalite.extras.verify.rounding import OTHER_CHOICES, TRUTH, emulations
+from megalite.extras.verify.suspect import Hypothesis
 from megalite.extras.verify.trace import OF_MODULES, Trace
 from megalite.extras.verify.verdict import Figure, Verdict
 from megalite.model.head import LossConfig
