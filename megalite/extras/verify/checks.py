@@ -13,8 +13,8 @@ from megalite.extras.verify.command import Command
 from megalite.extras.verify.compare import first_difference, layer_of
 from megalite.extras.verify.evidence import Evidence
 from megalite.extras.verify.judgement import LIMIT, Judgement
-from megalite.extras.verify.logs import read_log
-from megalite.extras.verify.metrics_check import STEPS, check_metrics
+from megalite.extras.verify.logs import Log, Printed, Row, read_log
+from megalite.extras.verify.metrics_check import STEPS, MetricsCheck, check_metrics
 from megalite.extras.verify.readers.reading import read_trace
 from megalite.extras.verify.samples_check import SampleFinding, check_samples
 from megalite.extras.verify.saved import open_saved
@@ -43,8 +43,24 @@ def verify_metrics(command: Command, checkpoint: Path | None, log: Path, trace: 
         Figure(f"{each.name} of step {each.step}", each.recorded, each.expected, each.tolerance)
         for each in found.figures
     ]
-    hypotheses = [Hypothesis("figure", each.name, each.ratio * LIMIT) for each in found.explanations]
-    return Verdict((), None, hypotheses=hypotheses, figures=figures, notes=(*command.notes, *found.notes))
+    return Verdict((), None, hypotheses=_of_figures(found), figures=figures, notes=(*command.notes, *found.notes))
+
+
+def with_explained_figures(verdict: Verdict, command: Command, checkpoint: Path | None, trace: Trace) -> Verdict:
+    """Add what explains the first figure of a trace that differs, if all of its tensors are right."""
+    wrong = {each.name: Printed(each.recorded) for each in verdict.figures if each.differs}
+    batches = from_trace(trace) if wrong and verdict.first is None else None
+    if batches is None or not batches.whole:
+        return verdict
+    start = None if checkpoint is None else open_saved(checkpoint)
+    step = 1 if start is None or command.settings.get("finetune") else (start.iteration or 0) + 1
+    log = Log(trace.format, [Row(step, wrong, (range(step, step + 1),))])
+    found = check_metrics(command, log, start, 1, recorded_samples([batches], consumed_before(command, step)))
+    return replace(verdict, hypotheses=_of_figures(found))
+
+
+def _of_figures(found: MetricsCheck) -> list[Hypothesis]:
+    return [Hypothesis("figure", each.name, each.ratio * LIMIT) for each in found.explanations]
 
 
 def _recorded(trace: Path, step: int) -> Iterator[StepBatches]:

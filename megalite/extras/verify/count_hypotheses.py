@@ -22,7 +22,6 @@ def counts(suspect: Suspect) -> Iterator[Hypothesis]:
     per_rank, ranks = int(suspect.sizes.get("micro-batches", 1)), suspect.size("cp")
     places = [tokens_of((at, ranks), masks[0].shape[1]) for at in range(ranks)]
     of_parts = torch.tensor([[float(mask[:, own].sum()) for own in places] for mask in masks])
-    total = float(of_parts.sum())
     found: dict[str, Tensor] = {"micro-batch": of_parts.sum(1, keepdim=True), "context-parallel rank": of_parts}
     if len(masks) % per_rank == 0:
         of_replicas = of_parts.sum(1).view(-1, per_rank).sum(1, keepdim=True)

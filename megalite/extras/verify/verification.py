@@ -34,7 +34,7 @@ from megalite.extras.verify.recall import Recall
 from megalite.extras.verify.replay import Replay
 from megalite.extras.verify.rounding import OTHER_CHOICES, TRUTH, emulations
 from megalite.extras.verify.suspect import Hypothesis
-from megalite.extras.verify.trace import OF_MODULES, Trace
+from megalite.extras.verify.trace import OF_MODULES, Entry, Trace
 from megalite.extras.verify.verdict import Figure, Verdict
 from megalite.model.head import LossConfig
 from megalite.parallel.sharding import Box
@@ -113,8 +113,11 @@ def _coordinates(command: Command, trace: Trace, rank: int) -> dict[str, tuple[i
 
 def explain(walk: Walk, first: Judgement, sizes: Mapping[str, float]) -> list[Hypothesis]:
     """Return the hypotheses on the first tensor that differs, the best first."""
-    key = first.entry.name, first.entry.role, first.entry.micro_batch
-    group = [each for each in walk.judgements if (each.entry.name, each.entry.role, each.entry.micro_batch) == key]
+
+    def key(entry: Entry) -> tuple[str, str, int | None]:
+        return entry.name, entry.role, walk.number_of(entry) if entry.role in OF_MODULES else None
+
+    group = [each for each in walk.judgements if key(each.entry) == key(first.entry)]
     return Search(Recall(walk), group, sizes).run()
 
 

@@ -136,7 +136,7 @@ def verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
 def _of_trace(arguments: Arguments, command: Command, checkpoint: Path | None, folder: Path) -> Verdict:
     """Verify a trace, with what else was asked for of it."""
     from megalite.extras.verify.batches import from_data
-    from megalite.extras.verify.checks import with_samples
+    from megalite.extras.verify.checks import with_explained_figures, with_samples
     from megalite.extras.verify.next_flags import next_flags
     from megalite.extras.verify.readers.reading import read_trace
     from megalite.extras.verify.verification import verify
@@ -150,6 +150,7 @@ def _of_trace(arguments: Arguments, command: Command, checkpoint: Path | None, f
             raise ConfigurationError(f"{folder} has no batch and does not say its step: give --step, from 1")
         batches = from_data(command, step, arguments.micro_batches)
     found = verify(command, opened, trace, batches)
+    found = with_explained_figures(found, command, checkpoint, trace)
     if arguments.samples:
         if step is None:
             raise ConfigurationError(f"--samples: {folder} does not say its step: give --step, from 1")
