@@ -323,8 +323,7 @@ def mean_of_means(micro_batches: Sequence[MicroBatch], parts: int = 1) -> Sequen
 def emulated(command: Command) -> tuple[Numerics, ...]:
     """Return ways to compute in the run's precision, in several orders."""
     dtype, tensor = model_dtype(command.config), command.sizes["tp"]
-    more = (Numerics(dtype, parts=max(tensor, 2), seed=seed, plain_attention=seed % 2 == 0) for seed in (2, 3, 4))
-    return (*emulations(dtype, tensor), *more)
+    return emulations(dtype, tensor, more=3)
 
 
 def first_steps(run: OneProcess, updates: Sequence[bool], seed: int | None = None) -> list[Step]:

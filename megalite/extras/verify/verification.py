@@ -35,11 +35,15 @@ from megalite.extras.verify.replay import Replay
 from megalite.extras.verify.rounding import OTHER_CHOICES, TRUTH, emulations
 from megalite.extras.verify.suspect import Hypothesis
 from megalite.extras.verify.trace import OF_MODULES, Entry, Trace
-from megalite.extras.verify.verdict import Figure, Verdict
+from megalite.extras.verify.verdict import Figure, Verdict, shown_name
 from megalite.model.head import LossConfig
 from megalite.parallel.sharding import Box
 from megalite.training.builder import model_dtype
 
+_SURE = 3 * LIMIT
+"""Ratio from which on an accusation stands. Below it, the tensor is judged again with more orders of summation, since
+of three the root mean square may be small by chance."""
+_MORE_ORDERS = 12
 _RETURNS_BIAS = re.compile(r"(^|\.)(linear_proj|linear_fc1|linear_fc2|self_attention|mlp|shared_experts)$")
 """Names of Megatron-LM's modules that return their bias, which what follows adds."""
 
@@ -67,21 +71,32 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
         model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     training, dtype = config.training, model_dtype(config)
     names = correspondence(trace, model)
-    replay = Replay(
-        model,
-        opened.source,
-        opened.what,
-        _weighted(command, names.program, found),
-        (TRUTH, *emulations(dtype, command.sizes["tp"]), *([OTHER_CHOICES] if model.num_experts else [])),
-        LossConfig(training.label_smoothing, training.z_loss_coeff),
-        training.seed,
-    )
-    walk = Walk(
-        trace, names, replay, found, conventions(command, names.program, found, trace.figures.get("loss_scale"))
-    )
-    walk.run()
+
+    def walked(more: int) -> Walk:
+        """Compare everything. `more`: number of further orders of summation."""
+        replay = Replay(
+            model,
+            opened.source,
+            opened.what,
+            _weighted(command, names.program, found),
+            (TRUTH, *emulations(dtype, command.sizes["tp"], more), *([OTHER_CHOICES] if model.num_experts else [])),
+            LossConfig(training.label_smoothing, training.z_loss_coeff),
+            training.seed,
+        )
+        scale = trace.figures.get("loss_scale")
+        walk = Walk(trace, names, replay, found, conventions(command, names.program, found, scale))
+        walk.run()
+        return walk
+
+    walk, notes = walked(0), [*trace.notes, *found.notes, *command.notes, *opened.notes]
     first = first_difference(walk.judgements)
-    notes = (*trace.notes, *found.notes, *command.notes, *opened.notes, *_notes(walk))
+    if first is not None and first.ratio < _SURE:
+        notes.append(
+            f"{shown_name(first)} was at {first.ratio:.3g} times with few orders of summation: judged with more"
+        )
+        walk = walked(_MORE_ORDERS)
+        first = first_difference(walk.judgements)
+    notes += _notes(walk)
     return Verdict(
         walk.judgements,
         first,
