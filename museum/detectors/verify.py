@@ -33,8 +33,8 @@ def detect(case: Path) -> Finding:
 
 
 def _finding(verdict: Verdict) -> Finding:
-    """Return what the verdict's line says first."""
-    best = verdict.hypotheses[0].text if verdict.hypotheses else None
+    """Return what the verdict's line says first, with a hypothesis if it explains the difference."""
+    best = next((each.text for each in verdict.hypotheses[:1] if each.explains), None)
     if verdict.first is not None:
         return Finding("wrong", shown_name(verdict.first).partition(", micro-batch")[0], best)
     figure = next((each for each in verdict.figures if each.differs), None)

@@ -18,6 +18,7 @@ from megalite.model.attention_core import LocalCore
 from megalite.model.batch import MicroBatch, first_visible
 from megalite.model.gpt import GPT
 from megalite.model.norm import LayerNorm
+from megalite.model.router import Router
 from megalite_kernels.attention import dense_mask
 
 
@@ -229,9 +230,16 @@ def _routers(model: ModelConfig) -> Iterator[Alternative]:
         yield Alternative("scale", "weights of experts are not scaled", {"moe_router_topk_scaling_factor": None})
     if model.moe_router_enable_expert_bias:
         yield Alternative("missing", "routers choose without the bias of experts", change=_without_expert_bias)
+    yield Alternative("missing", "routers get no gradient from the weights of experts", change=_detached_weights)
     for count in (model.moe_router_topk - 1, model.moe_router_topk + 1):
         if 1 <= count <= (model.num_experts or 0):
             yield Alternative("missing", f"routers choose {count} experts", {"moe_router_topk": count})
+
+
+def _detached_weights(network: GPT) -> None:
+    for module in network.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, found: found._replace(weights=found.weights.detach()))
 
 
 def _without_expert_bias(network: GPT) -> None:

@@ -218,6 +218,8 @@ class Correspondence(Features):
         if not name or entry.number > 0:
             which = f"a further {entry.role}" if entry.number else entry.role
             raise NoCounterpart(f"{which} of {entry.name} has no counterpart in this network")
+        if self.program == "megalite" and name == LOGITS and self.model.depths and not self.model.mtp_detach_heads:
+            raise NoCounterpart(f"{entry.role} of {entry.name} is that of the tokens of all depths together")
         if entry.place is not None and entry.place.partial:
             axes = ", ".join(entry.place.partial)
             raise NoCounterpart(f"{entry.role} of {entry.name} is one term of a sum over axis {axes}")

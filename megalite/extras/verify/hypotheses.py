@@ -107,6 +107,8 @@ class Search(Suspect):
         first = self.group[0]
         if first.entry.role == "parameter":
             yield from self._other_weights()
+            yield from self._other_copy()
+            yield from self._cut_in_one()
             yield from self._other_orders()
             return
         if first.point is None:
@@ -128,6 +130,22 @@ class Search(Suspect):
             yield Hypothesis(
                 "shards", f"it has the values of {other.name}", self.ratio(partial(self._as_weight, name=other.name))
             )
+
+    def _other_copy(self) -> Iterator[Hypothesis]:
+        """Yield that a copy of a tied weight has values of its own, if another copy is right."""
+        logical = self.recall.logical(self.first)
+        parameters = (each for each in self.recall.walk.judgements if each.entry.role == "parameter")
+        copies = [each for each in parameters if self.recall.logical(each) == logical]
+        if any(each.entry.name != self.first.entry.name and not each.differs for each in copies):
+            yield Hypothesis("shards", "this copy of the tied weight has other values than the embedding", 0.0)
+
+    def _cut_in_one(self) -> Iterator[Hypothesis]:
+        """Yield that a matrix of several parts, such as gate and value, is cut into contiguous parts of all of it."""
+        if (count := self.size("tp")) > 1:
+            for dimension, what in enumerate(("rows", "columns")[: len(self.first.entry.shape)]):
+                contiguous = partial(self.recall.contiguous, dimension=dimension, count=count)
+                text = f"ranks on axis tp have contiguous {what} of the fused matrix, whose parts should each be cut"
+                yield Hypothesis("layout", text, self.ratio(contiguous))
 
     def _as_weight(self, judgement: Judgement, name: str) -> Tensor:
         renamed = replace(judgement, entry=replace(judgement.entry, name=name))

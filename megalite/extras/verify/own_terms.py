@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from megalite.extras.verify.points import global_name
 from megalite.model.gpt import GPT
+from megalite.model.moe import Experts
 from megalite.model.router import Router
 from megalite.parallel.linear import RowParallelLinear
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import TermSums
 from megalite_kernels.permutation import occurrences
 from megalite_kernels.routing import choose_experts
@@ -64,6 +66,30 @@ def _rows(network: GPT) -> Iterator[tuple[str, RowParallelLinear]]:
     for path, module in network.named_modules():
         if isinstance(module, RowParallelLinear):
             yield global_name(path, network.stage_layers.first_layer), module
+
+
+def keep_inner_features_of_experts(network: GPT, index: int, count: int) -> None:
+    """Have backward pass through a block of experts' inner features alone, which a tensor-parallel rank has."""
+    for module in network.modules():
+        if isinstance(module, Experts):
+            width = module.down.shape[-1]
+            block = torch.zeros(width, dtype=module.down.dtype)
+            block[torch.arange(width).chunk(count)[index]] = 1.0
+            module.down_product = _through_block(module.down_product, block)
+
+
+def _through_block(product: Callable[..., Tensor], block: Tensor) -> Callable[..., Tensor]:
+    """Return a product of the same values, whose gradients are those of a block of the inner features."""
+
+    def through(inner: Tensor, weights: Tensor, activation: Any, down: Parameter, groups: Any) -> Tensor:
+        masked = down.frozen_alias()
+        masked.data = down.detach() * block
+        own = product(inner, weights, activation, masked, groups)
+        with torch.no_grad():
+            rest = product(inner, weights, activation, down, groups) - own
+        return own + rest
+
+    return through
 
 
 def replace_output_gradient(module: nn.Module, gradient: Tensor) -> None:

@@ -16,6 +16,7 @@ from megalite.extras.verify.cuts import tokens_of
 from megalite.extras.verify.judgement import Judgement
 from megalite.extras.verify.own_terms import (
     Mask,
+    keep_inner_features_of_experts,
     kept_features,
     kept_tokens,
     mask_inputs_of_rows,
@@ -28,6 +29,9 @@ from megalite.extras.verify.trace import Entry, Trace
 from megalite.model.gpt import GPT
 from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+SHARED = "shared keys and values"
+"""In place of axis tp: only keys and values that several ranks have."""
 
 
 def _as_it_is(values: Tensor) -> Tensor:
@@ -97,6 +101,9 @@ class Recall:
         What comes to the module's branch from behind it is complete.
         """
         axis, index, count = own
+        if axis == SHARED:
+            self._keep_own_keys_and_values(network, module, own, number)
+            return
         branch = "head" if module.startswith("head") else "mlp" if ".mlp" in module else "attention"
         if axis == "cp":
             length = self.replay.batches[number]["tokens"].shape[1]
@@ -111,6 +118,8 @@ class Recall:
             return kept_features(part.columns[name]) if name in part.columns else None
 
         mask_inputs_of_rows(network, of_layer)
+        if branch == "mlp":
+            keep_inner_features_of_experts(network, index, count)
         if network.head is not None and branch == "head":
             values, _ = self._stage(len(self.replay.stages) - 1, number, backward=True)
             left = values[Point(LOGITS, "output_gradient")]
@@ -118,6 +127,20 @@ class Recall:
             weight = torch.cat([each.detach() for each in network.head.output.weights])
             own_part = (left * _mask(part.rows[LOGITS], left)) @ weight
             replace_output_gradient(network.head.norm, own_part * network.head.multiplier)
+
+    def _keep_own_keys_and_values(self, network: GPT, module: str, own: tuple[str, int, int], number: int) -> None:
+        """Have queries get all of their gradient, and keys and values that of a rank's own heads."""
+        layer = re.match(r"layers\.\d+", module)
+        name = f"{layer[0] if layer else ''}.attention.query_key_value"
+        placed = self.walk.correspondence.rows_of(f"{layer[0] if layer else ''}.attention.key_value")
+        projection = _module(network, name)
+        if projection is None or placed is None:
+            return
+        stage, point = self.replay.place_of(name), Point(name, "output_gradient")
+        whole = self._stage(stage, number, backward=True)[0][point]
+        part = self._stage(stage, number, backward=True, own=(module, "tp", *own[1:]))[0][point]
+        mask = _mask(placed, whole)
+        replace_output_gradient(projection, whole * (1.0 - mask) + part * mask)
 
     def expected(
         self,
@@ -174,14 +197,23 @@ class Recall:
     def own_points(self, judgement: Judgement, axis: str, place: tuple[int, int]) -> Values:
         """Return the points of a judgement's stage if its ranks do not sum gradients over an axis.
 
-        `axis`: tp for the terms of a rank's heads, inner features and tokens of the vocabulary; cp for those of its
-        queries.
+        `axis`: tp for the terms of a rank's heads, inner features and tokens of the vocabulary; `SHARED`; cp for the
+        terms of its queries.
         """
         assert judgement.point is not None
         stage = self.replay.place_of(judgement.point.module)
         return self._stage(
             stage, self.number_of(judgement.entry), backward=True, own=(judgement.point.module, axis, *place)
         )[0]
+
+    def contiguous(self, judgement: Judgement, dimension: int, count: int) -> Tensor | None:
+        """Return a rank's part of a weight if the whole one is cut into contiguous parts; None if shapes differ."""
+        coordinates = self.trace.coordinates.get(judgement.entry.rank, {})
+        weight = self.walk.correspondence.of_weight(judgement.entry, coordinates)
+        whole = weight.whole({name: read_whole(self.replay.source, name) for name in weight.logical})
+        parts = whole.chunk(count, dimension)
+        found = parts[min(coordinates.get("tp", (0, 1))[0], len(parts) - 1)]
+        return found if tuple(found.shape) == judgement.entry.shape else None
 
     def changed_points(
         self, judgement: Judgement, factors: Mapping[str, float], change: Callable[[GPT], None] | None

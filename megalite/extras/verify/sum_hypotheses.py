@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.extras.verify.cuts import tokens_of
 from megalite.extras.verify.judgement import Judgement
 from megalite.extras.verify.own_terms import balance_parts
+from megalite.extras.verify.recall import SHARED
 from megalite.extras.verify.suspect import Expected, Hypothesis, Suspect
 from megalite.model.gpt import GPT
 
@@ -46,16 +47,17 @@ def _of_points(suspect: Suspect) -> _Found:
             yield "the sum over axis tp is missing: each rank has its own term", own
     if not first.point.role.endswith("gradient"):
         return
-    for axis, what in (("tp", "heads or features"), ("cp", "queries")):
-        if suspect.size(axis) > 1:
-            yield (
-                f"the sum over axis {axis} is missing: each rank has the gradient of its own {what}",
-                partial(_own_points, suspect, axis),
-            )
+    for axis, key, what in (
+        ("tp", "tp", "is missing: each rank has the gradient of its own heads or features"),
+        ("cp", "cp", "is missing: each rank has the gradient of its own queries"),
+        ("tp", SHARED, "is missing for shared keys and values: each rank has the gradient of its own heads"),
+    ):
+        if suspect.size(axis) > 1 and (key != SHARED or suspect.size(axis) > suspect.replay.model.kv_groups):
+            yield f"the sum over axis {axis} {what}", partial(_own_points, suspect, axis, key)
 
 
-def _own_points(suspect: Suspect, axis: str, judgement: Judgement) -> Tensor | None:
-    values = suspect.recall.own_points(judgement, axis, suspect.place(judgement, axis))
+def _own_points(suspect: Suspect, axis: str, key: str, judgement: Judgement) -> Tensor | None:
+    values = suspect.recall.own_points(judgement, key, suspect.place(judgement, axis))
     assert judgement.point is not None
     if judgement.point not in values:
         return None
@@ -80,7 +82,14 @@ def _of_weights(suspect: Suspect) -> _Found:
                     lambda each, at: at // per_rank // groups == suspect.place(each, "dp")[0] // groups,
                 )
             )
+        if per_rank > 1:
+            before: Callable[[Judgement, int], bool] = lambda each, at: (  # noqa: E731
+                at % per_rank < per_rank - 1 or at // per_rank == suspect.place(each, "dp")[0]
+            )
+            parts.append(("the last micro-batch of other ranks is missing: it is added after the sum", before))
     if per_rank > 1:
+        doubled = partial(recall.gradient, weight_of=lambda at: 2.0 ** (per_rank - 1 - at % per_rank))
+        yield "each micro-batch doubles what earlier micro-batches have added", doubled
         parts += [
             ("only the last micro-batch counts", lambda each, at: at % per_rank == per_rank - 1),
             ("only the first micro-batch counts", lambda each, at: at % per_rank == 0),
@@ -106,6 +115,12 @@ def _of_weights(suspect: Suspect) -> _Found:
                 "the sum over the first and the last stage is missing: each has that of its own use of the embedding",
                 lambda each: recall.gradient(each, _whole, uses=[int(suspect.place(each, "pp")[0] > 0)]),
             )
+        for replica in range(replicas if replicas > 1 else 0):
+            yield (
+                f"of the tied weight, the other stage's use counts for data-parallel rank {replica} alone: it is added "
+                "after the sum over ranks",
+                partial(_of_other_stage, suspect, replica),
+            )
         for use, what in enumerate(("the embedding", "the output layer")):
             only = partial(recall.gradient, weight_of=_whole, uses=[use])
             yield f"of the tied weight, only its use in {what} counts", only
@@ -119,6 +134,13 @@ def _of_micro_batches(
     suspect: Suspect, keeps: Callable[[Judgement, int], bool], scale: float, judgement: Judgement
 ) -> Tensor:
     return suspect.recall.gradient(judgement, lambda number: scale if keeps(judgement, number) else 0.0)
+
+
+def _of_other_stage(suspect: Suspect, replica: int, judgement: Judgement) -> Tensor:
+    """Return the gradient of a tied weight's own use, and of the other use for the samples of one replica."""
+    own, per_rank = int(suspect.place(judgement, "pp")[0] > 0), int(suspect.sizes.get("micro-batches", 1))
+    other = suspect.recall.gradient(judgement, lambda at: float(at // per_rank == replica), uses=[1 - own])
+    return suspect.recall.gradient(judgement, _whole, uses=[own]) + other
 
 
 def _of_tokens(suspect: Suspect, axis: str, judgement: Judgement) -> Tensor:

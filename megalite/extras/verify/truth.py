@@ -265,6 +265,12 @@ class OneProcess:
         self.trainer.consumed_samples = self.consumed
         return found
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by logical name."""
+        for part in self.trainer.optimizer.slices():
+            for piece in part.parameter.sharding.pieces:
+                yield piece.tensor.name, piece.view(part.values.view(part.parameter.shape)).clone()
+
     def _complete_gradients(self, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.trainer.optimizer.updated:
             for slot in bucket.slots:
