@@ -19,7 +19,6 @@ def detect(case: Path) -> Finding:
         command=command,
         checkpoint=here.get("checkpoint"),
         trace=str(run / "trace"),
-        step=1,
         metrics=here.get("metrics.jsonl"),
         next=here.get("checkpoint_next"),
         samples="--data-path" in command,

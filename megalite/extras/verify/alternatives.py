@@ -19,6 +19,7 @@ from megalite.model.batch import MicroBatch, first_visible
 from megalite.model.gpt import GPT
 from megalite.model.norm import LayerNorm
 from megalite.model.router import Router
+from megalite.parallel.linear import RowParallelLinear
 from megalite_kernels.attention import dense_mask
 
 
@@ -184,6 +185,10 @@ def _networks(model: ModelConfig) -> Iterator[Alternative]:
             {"rotary_interleaved": not model.rotary_interleaved},
         )
         yield Alternative("position", "queries and keys are not rotated", {"no_rope_freq": _all_layers(model)})
+        if model.position_embedding_type == "yarn":
+            yield Alternative(
+                "position", "angles and scores are those without YaRN", {"position_embedding_type": "rope"}
+            )
         if model.use_rope_scaling:
             yield Alternative("position", "rotary frequencies are not scaled", {"use_rope_scaling": False})
         if model.rotary_seq_len_interpolation_factor not in (None, 1.0):
@@ -270,6 +275,12 @@ def _weights(model: ModelConfig) -> Iterator[Alternative]:
     """Yield stages with changed weights or scales: no biases, gate and value exchanged, another scale of scores."""
     if model.add_bias_linear or model.add_qkv_bias:
         yield Alternative("missing", "biases are left out", change=_without_biases)
+        for ranks in (2, 4, 8):
+            yield Alternative(
+                "sum",
+                f"biases of row-parallel layers are added {ranks} times, once by each rank",
+                change=partial(_added, ranks),
+            )
     if model.activation.gated:
         yield Alternative("layout", "gate and value are exchanged", change=_exchanged)
     for power, text in (
@@ -278,6 +289,13 @@ def _weights(model: ModelConfig) -> Iterator[Alternative]:
         (0.25, "are divided by its 4th root"),
     ):
         yield Alternative("scale", f"scores of attention {text}", change=partial(_rescale, power=power))
+
+
+def _added(ranks: int, network: GPT) -> None:
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, RowParallelLinear) and module.bias is not None:
+                module.bias.mul_(ranks)
 
 
 def _without_biases(network: GPT) -> None:

@@ -122,9 +122,9 @@ def with_samples(verdict: Verdict, command: Command, trace: Trace, step: int) ->
     if not trace.batches:
         return replace(verdict, notes=(*verdict.notes, "the trace has no batch to compare with the data"))
     found = check_samples(command, trace.batches, trace.coordinates, consumed_before(command, step))
-    said = [found.explanation] if found.explanation else []
+    said = [*found.missing, *([found.explanation] if found.explanation else [])]
     said += list(dict.fromkeys(map(_line, found.findings)))[:8]
-    notes = [] if found.findings else [f"{found.samples} samples are those of the data flags"]
+    notes = [] if said else [f"{found.samples} samples are those of the data flags"]
     return replace(verdict, further=(*verdict.further, *said), notes=(*verdict.notes, *notes))
 
 

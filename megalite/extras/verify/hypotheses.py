@@ -20,7 +20,7 @@ from megalite.extras.verify.alternatives import alternatives
 from megalite.extras.verify.count_hypotheses import counts
 from megalite.extras.verify.cuts import NoCounterpart
 from megalite.extras.verify.judgement import Judgement
-from megalite.extras.verify.points import Point, Values
+from megalite.extras.verify.points import HEAD, LOGITS, Point, Values
 from megalite.extras.verify.rounding import Numerics
 from megalite.extras.verify.sum_hypotheses import sums, terms
 from megalite.extras.verify.suspect import Hypothesis, Suspect
@@ -116,6 +116,7 @@ class Search(Suspect):
             yield from terms(self)
             return
         yield from self._permuted()
+        yield from self._padded()
         yield from sums(self)
         yield from terms(self)
         yield from self._computed()
@@ -182,6 +183,18 @@ class Search(Suspect):
                 f"tokens are shifted by one place {'forward' if shift > 0 else 'back'}",
                 self.changed(partial(torch.roll, shifts=shift, dims=0)),
             )
+
+    def _padded(self) -> Iterator[Hypothesis]:
+        """Yield that rows which pad the vocabulary for so many ranks count in the softmax, with logits of zero."""
+        first, model = self.first, self.replay.model
+        vocabulary = model.vocab_size or 0
+        rows = model.padded_vocab_size(self.size("tp")) - vocabulary
+        if first.point == Point(HEAD, "output") and rows:
+            logits = self.recall.values(first)[Point(LOGITS, "output")].double()[..., :vocabulary]
+            total = logits.logsumexp(-1, keepdim=True)
+            more = torch.logaddexp(total, torch.tensor(math.log(rows)).double()) - total
+            text = f"{rows} padded rows of the vocabulary count in the softmax"
+            yield Hypothesis("count", text, self.changed(lambda losses: losses + more))
 
     def _computed(self) -> Iterator[Hypothesis]:
         """Yield what other networks, batches and precisions give for the stage."""

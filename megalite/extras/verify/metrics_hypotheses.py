@@ -203,6 +203,9 @@ def _rates(known: Known, step: int) -> Iterator[Prediction]:
         yield Prediction(said, at(lambda p, factor=factor: p * factor))  # type: ignore[misc]
     if began:
         yield Prediction("the schedule begins anew at the checkpoint", at(lambda p: p - began))
+        for position in (began - batch, began):
+            saved = replace(schedule, maximum=schedule.at(position))
+            yield Prediction("the schedule's highest rate is the one that the checkpoint had", at(lambda p: p, saved))
     warmup, decay = schedule.warmup_samples, schedule.decay_samples
     for said, other in (
         ("without warm-up", replace(schedule, warmup_samples=0.0)),

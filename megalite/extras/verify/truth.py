@@ -30,7 +30,7 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sequence import SequenceLayout, zigzag
 from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
-from megalite.training.batches import to_micro_batches
+from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.builder import make_chunks, make_stages, model_dtype
 from megalite.training.data import RunData, open_data
 
@@ -197,7 +197,10 @@ class OneProcess:
     def made(self, batches: Sequence[MicroBatchArrays]) -> list[MicroBatch]:
         """Return micro-batches of these samples."""
         trainer = self.trainer
-        return to_micro_batches(batches, trainer.config.training.seed, self.numerics.dtype, trainer.mesh.device)
+        cutting = Cutting(depths=trainer.config.model.depths)
+        return to_micro_batches(
+            batches, trainer.config.training.seed, self.numerics.dtype, trainer.mesh.device, cutting
+        )
 
     @torch.no_grad()
     def token_losses(self, micro_batches: Iterable[MicroBatch]) -> list[Tensor]:
