@@ -20,8 +20,11 @@ from megalite.extras.verify.partial_sums import complete_entries
 from megalite.extras.verify.points import Point
 from megalite.extras.verify.replay import Gradients, Replay, Seen
 from megalite.extras.verify.trace import LAST, OF_MODULES, Entry, Role, Trace
+from megalite.model.router import BALANCING_LOSSES, Z_LOSS
 from megalite.parallel.sharding import Box
 
+OF_ROUTERS = frozenset({Z_LOSS, *(each.name for each in BALANCING_LOSSES.values())})
+"""Names of the terms of the loss that routers give."""
 OF_WEIGHTS: tuple[Role, ...] = ("gradient", "main_gradient")
 
 
@@ -33,13 +36,13 @@ class Convention:
         name: for messages.
         factors: factor of each micro-batch's sum of token losses in the loss of the step.
         of_modules: factor of gradients within backward, relative to those of the step.
-        of_others: factor of the other terms of the loss, such as those of routers.
+        of_routers: factor of the terms of routers in the loss.
     """
 
     name: str
     factors: tuple[float, ...]
     of_modules: float = 1.0
-    of_others: float = 1.0
+    of_routers: float = 1.0
 
 
 @dataclass
@@ -213,8 +216,8 @@ class Walk:
         terms = self.replay.terms
         batches = [self.replay.micro_batch(number) for number in range(len(self.replay.batches))]
         counts = {term.name: sum(float(term.count(each)) for each in batches) for term in terms}
-        weight = convention.of_others
-        others = {term.name: weight * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+        others = {term.name: term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+        others |= {name: others[name] * convention.of_routers for name in OF_ROUTERS & others.keys()}
         return [others | {"lm_loss": factor} for factor in convention.factors]
 
     def _count_rest(

@@ -46,6 +46,8 @@ _OF_EXPERT = re.compile(
 """Names of Megatron-LM's weights of one expert, by its number among those of the rank."""
 _WITHIN_EXPERTS = re.compile(r"\.experts(\.|$)")
 """Text in the names of experts and of what is in them: which tokens these get, in which order, is the layout's."""
+_FURTHER_WORDS = "prediction.embedding.word"
+"""Our embedding of the inputs of depths that predict further tokens."""
 _HEAD_NORM = re.compile(r"layers\.\d+\.attention\.(query|key)_norm")
 """Our norms of queries and keys, which see [sequence, batch, heads, width of a head]."""
 _SHARES_INPUT = re.compile(r"layers\.\d+\.(mlp\.shared_experts(\.up)?|mlp\.router|attention\.(of_input|down))")
@@ -218,7 +220,7 @@ class Correspondence(Features):
         if not name or entry.number > 0:
             which = f"a further {entry.role}" if entry.number else entry.role
             raise NoCounterpart(f"{which} of {entry.name} has no counterpart in this network")
-        if self.program == "megalite" and name == LOGITS and self.model.depths and not self.model.mtp_detach_heads:
+        if self.program == "megalite" and name in self._of_all_depths:
             raise NoCounterpart(f"{entry.role} of {entry.name} is that of the tokens of all depths together")
         if entry.place is not None and entry.place.partial:
             axes = ", ".join(entry.place.partial)
@@ -250,6 +252,13 @@ class Correspondence(Features):
         if module.inputs.endswith("norm") or _SHARES_INPUT.fullmatch(module.inputs) is not None:
             return False
         return module.rows is None or len(module.rows) == self._features(module.outputs, "output")
+
+    @cached_property
+    def _of_all_depths(self) -> frozenset[str]:
+        """Names of our modules that take the tokens of several depths at once, of which ranks have parts of each."""
+        if not self.model.depths:
+            return frozenset()
+        return frozenset({_FURTHER_WORDS} if self.model.mtp_detach_heads else {_FURTHER_WORDS, LOGITS})
 
     def _cut(
         self,
