@@ -220,6 +220,8 @@ class Correspondence(Features):
         if not name or entry.number > 0:
             which = f"a further {entry.role}" if entry.number else entry.role
             raise NoCounterpart(f"{which} of {entry.name} has no counterpart in this network")
+        if self.program != "megalite" and self.model.depths and (name == LOGITS or name.startswith("prediction.")):
+            raise NoCounterpart(f"{entry.role} of {entry.name}: depths have it, too, and other tokens")
         if self.program == "megalite" and name in self._of_all_depths:
             raise NoCounterpart(f"{entry.role} of {entry.name} is that of the tokens of all depths together")
         if entry.place is not None and entry.place.partial:
@@ -346,7 +348,7 @@ class Correspondence(Features):
             if name in found:
                 found[name] = replace(found[name], inputs=norm, columns=None)
         for name, ours in inside.items():
-            if name not in found and (path := _common(ours)):
+            if name not in found and (path := _common(ours)) and not _is_part_of_layer(name, path):
                 norms = [norm for each, norm in fused.items() if each.startswith(f"{name}.")]
                 enters = norms[0] if norms and re.fullmatch(r"layers\.\d+\.\w+", path) else path
                 found[name] = _Module(enters, path)
@@ -392,6 +394,14 @@ class Correspondence(Features):
                     modules[parent] = replace(modules[parent], inputs=linear, columns=columns)
                 parent = parent.rpartition(".")[0]
         self.__dict__["_modules"] = modules
+
+
+def _is_part_of_layer(name: str, path: str) -> bool:
+    """Tell whether a layer of the program, with its norm and residual, has the weights of a part of a layer of ours.
+
+    So it is with --hybrid-layer-pattern, where a mixer is a layer, and an MLP another one.
+    """
+    return re.search(r"\.\d+$", name) is not None and re.fullmatch(r"layers\.\d+\..+", path) is not None
 
 
 def _common(names: set[str]) -> str:
