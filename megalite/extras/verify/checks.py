@@ -86,6 +86,8 @@ def verify_step(command: Command, before: Path, after: Path, trace: Trace | None
     notes: list[str] = []
     gradients: StepGradients | None
     try:
+        if command.balances_so_far:
+            raise DataError("global_aux_loss takes the choices of the step so far, which only a trace is verified with")
         recorded = None if trace is None else from_trace(trace)
         known = recorded is not None and recorded.whole
         gradients = gradients_of(command, start, recorded.arrays if recorded is not None and known else None)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.tensors import Source
 from megalite.extras.verify.batches import StepBatches
+from megalite.extras.verify.command import OF_ROUTERS
 from megalite.extras.verify.correspondence import Correspondence, Counterpart, WeightCounterpart
 from megalite.extras.verify.cuts import NoCounterpart
 from megalite.extras.verify.judgement import Judgement, compare
@@ -20,11 +21,8 @@ from megalite.extras.verify.partial_sums import complete_entries
 from megalite.extras.verify.points import Point
 from megalite.extras.verify.replay import Gradients, Replay, Seen
 from megalite.extras.verify.trace import LAST, OF_MODULES, Entry, Role, Trace
-from megalite.model.router import BALANCING_LOSSES, Z_LOSS
 from megalite.parallel.sharding import Box
 
-OF_ROUTERS = frozenset({Z_LOSS, *(each.name for each in BALANCING_LOSSES.values())})
-"""Names of the terms of the loss that routers give."""
 OF_WEIGHTS: tuple[Role, ...] = ("gradient", "main_gradient")
 
 

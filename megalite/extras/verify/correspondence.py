@@ -144,6 +144,9 @@ class Correspondence(Features):
             return WeightCounterpart(tensor, cut, logical)
         if entry.place is not None and splits:
             return WeightCounterpart(tensor, split_by(entry.place, entry.shape, tensor.shape), logical)
+        contiguous = _contiguous(tensor.shape, coordinates.get("tp", (0, 1)))
+        if shape_after(contiguous, tensor.shape) == entry.shape:
+            return WeightCounterpart(tensor, contiguous, logical)
         raise NoCounterpart(
             f"{entry.name} has shape {list(entry.shape)} on rank {entry.rank}, which is no part of "
             f"{list(tensor.shape)} that is known"
@@ -280,7 +283,13 @@ class Correspondence(Features):
         shape, heads = entry.shape, 0 if self._head_norm(name) is None else self.model.head_dim
         if heads and shape[-1] == heads and len(shape) > 2:
             shape, dimensions = (*shape[:-2], shape[-2] * heads), dimensions[:-1]
-        found = fitting(shape, dimensions or self.order, not dimensions, batch, len(places), tp, len(order), len(own))
+        for each in (own, order.chunk(tp[1])[min(tp[0], len(order) - 1)]):  # ours may have all of it on each rank
+            own = each
+            found = fitting(
+                shape, dimensions or self.order, not dimensions, batch, len(places), tp, len(order), len(own)
+            )
+            if found is not None:
+                break
         if found is None:
             raise NoCounterpart(
                 f"{entry.role} of {entry.name} has shape {list(entry.shape)} on rank {entry.rank}, which is no part of "
@@ -394,6 +403,11 @@ class Correspondence(Features):
                     modules[parent] = replace(modules[parent], inputs=linear, columns=columns)
                 parent = parent.rpartition(".")[0]
         self.__dict__["_modules"] = modules
+
+
+def _contiguous(shape: Sequence[int], tp: tuple[int, int]) -> Cut:
+    """Return the cut of rows in a row for a rank, of a matrix that each of our ranks has whole."""
+    return lambda whole: whole.chunk(tp[1])[tp[0]] if shape and shape[0] % tp[1] == 0 else whole
 
 
 def _is_part_of_layer(name: str, path: str) -> bool:

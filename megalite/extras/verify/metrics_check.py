@@ -112,6 +112,7 @@ def check_metrics(
     """
     data = open_data_of(command, recorded)
     made_up = recorded is None and command.config.data.mock_data and command.program != "megalite"
+    made_up |= command.balances_so_far  # the truth takes the choices of the step before
     truth = OneProcess(command, data, start)
     before = 0 if start is None or command.settings.get("finetune") else start.iteration or 0
     rows, updates, notes = _rows_of(log, before, steps)

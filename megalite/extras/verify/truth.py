@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays
 from megalite.data.sampler import equal_deal
 from megalite.errors import CheckpointError
-from megalite.extras.verify.command import Command, Precision, one_process
+from megalite.extras.verify.command import OF_ROUTERS, Command, Precision, one_process
 from megalite.extras.verify.rounding import TRUTH, Numerics, emulations
 from megalite.extras.verify.saved import MASTER, Saved
 from megalite.model.batch import MicroBatch, TokenLoss
@@ -33,6 +33,7 @@ from megalite.tasks.gpt_task import GPTTask
 from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.builder import make_chunks, make_stages, model_dtype
 from megalite.training.data import RunData, open_data
+from megalite.training.loss_terms import Totals
 
 PRECISION_OF: Mapping[torch.dtype, Precision] = {
     torch.float64: "fp64",
@@ -123,7 +124,7 @@ class OneProcess:
         )
         self.task = GPTTask(config, data, ParallelMesh())
         self.trainer = make_trainer(config, self.task, self.task.mesh)
-        self._dtype = model_dtype(command.config)
+        self._dtype, self.depths = model_dtype(command.config), config.model.depths
         self.consumed = self.scheduled = 0
         if start is None:
             self._round()
@@ -197,7 +198,7 @@ class OneProcess:
     def made(self, batches: Sequence[MicroBatchArrays]) -> list[MicroBatch]:
         """Return micro-batches of these samples."""
         trainer = self.trainer
-        cutting = Cutting(depths=trainer.config.model.depths)
+        cutting = Cutting(depths=self.depths)
         return to_micro_batches(
             batches, trainer.config.training.seed, self.numerics.dtype, trainer.mesh.device, cutting
         )
@@ -235,7 +236,7 @@ class OneProcess:
         weighted = plain if self.command.per_token_loss else mean_of_means(plain, self.command.sizes["cp"])
         losses = self.token_losses(plain)
         with self.rounded():
-            gradients = trainer.forward_backward(weighted)
+            gradients = trainer.forward_backward(weighted, multipliers=self._multipliers(plain))
         norms: dict[str, float] = {}
 
         def keep(result: StepResult) -> StepResult:
@@ -259,6 +260,18 @@ class OneProcess:
         norm = math.hypot(*norms.values())
         clip = clipping(trainer.config.optimizer, norm)
         return Step(loss, _of_tokens(losses, plain), norm, norms, others, scheduled, self.scheduled, clip)
+
+    def _multipliers(self, micro_batches: Sequence[MicroBatch]) -> Callable[[Totals], Totals]:
+        """Return the change of the terms' factors: Megatron-LM multiplies routers' by all tokens over those that count.
+
+        So it does with --calculate-per-token-loss.
+        """
+        masks = [each.loss_mask for each in micro_batches if each.loss_mask is not None]
+        counted = sum(float(mask.sum()) for mask in masks)
+        if self.command.program != "megatron" or not self.command.per_token_loss or not counted:
+            return dict
+        factor = sum(mask.numel() for mask in masks) / counted
+        return lambda found: {name: value * (factor if name in OF_ROUTERS else 1.0) for name, value in found.items()}
 
     def tried(self, micro_batches: Sequence[MicroBatch]) -> Step:
         """Return what the next step would give with other micro-batches, and update nothing."""

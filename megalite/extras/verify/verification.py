@@ -69,6 +69,9 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
     model = replace(opened.config, **{name: getattr(config.model, name) for name in NOT_THE_FUNCTION})
     if command.program != "megalite":
         model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    elif trace.program == "megalite":  # its modules are those of the pattern, and checkpoints may be of whole layers
+        pattern, layers = config.model.hybrid_layer_pattern, config.model.num_layers
+        model = replace(model, hybrid_layer_pattern=pattern, num_layers=layers)
     training, dtype = config.training, model_dtype(config)
     names = correspondence(trace, model)
 
@@ -82,6 +85,7 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
             (TRUTH, *emulations(dtype, command.sizes["tp"], more), *([OTHER_CHOICES] if model.num_experts else [])),
             LossConfig(training.label_smoothing, training.z_loss_coeff),
             training.seed,
+            balanced_so_far=found.per_rank if command.balances_so_far else None,
         )
         scale = trace.figures.get("loss_scale")
         walk = Walk(trace, names, replay, found, conventions(command, names.program, found, scale))
