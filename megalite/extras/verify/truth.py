@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import OPTIMIZER
+from megalite.checkpoint.manifest import OPTIMIZER, STATE
 from megalite.checkpoint.plan import held_regions
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
@@ -28,6 +28,7 @@ from megalite.optim.optimizer import StepResult, clipping
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sequence import SequenceLayout, zigzag
+from megalite.parallel.state import states_of
 from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.batches import Cutting, to_micro_batches
@@ -280,6 +281,14 @@ class OneProcess:
         self.consumed, self.scheduled, self.trainer.iteration = before
         self.trainer.consumed_samples = self.consumed
         return found
+
+    def states(self) -> dict[str, Tensor]:
+        """Return what modules keep beside weights, such as the biases of routers, by the names of checkpoints."""
+        return {
+            f"{STATE}{piece.tensor.name}": piece.view(state.values).double().clone()
+            for state in states_of(self.trainer.network)
+            for piece in state.sharding.pieces
+        }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by logical name."""
