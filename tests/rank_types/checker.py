@@ -1,363 +1,335 @@
 """Types of tensors over ranks (`spmd_types`), for a step of a network that knows nothing of them.
 
-A tensor has for each axis of ranks one of four types: R and I are equal on all ranks, V differs, P is a term of a sum
-that is still due. They say what a gradient is, too: that of R is P, of I is I, of V is V, of P is R. `spmd_types` infers
-them for torch's operations and refuses those that mix them wrongly.
+A tensor has, for each axis of ranks, one of four types: R and I are equal on all ranks, V differs, P is a term of a sum
+that is still due. They say what its gradient is, too: that of R is P, of I is I, of V is V, of P is R. `spmd_types`
+infers them for torch's operations and refuses those that mix them wrongly.
 
-Only four things are said by hand, here, once for all networks: what each function of `megalite.parallel.collectives` does to
-types; that parameters and states have the types that their `Sharding` declares; that data are split over data-parallel and
-context-parallel ranks; and which results of autograd functions are R, not I (`REPLICATED`). The bodies of megalite's
-autograd functions, forward and backward, are checked operation by operation: a backward gets gradients of the types that
-belong to its outputs, and must return those that belong to its inputs.
+Said by hand, once for all networks, is only this: what the functions of `megalite.parallel.collectives` do to types
+(`RULES`), with two sums that are made of others; that parameters have the types that their `Sharding` declares; that
+data-parallel ranks have other samples, and context-parallel ranks other tokens; and which results of autograd functions
+are not what they seem (`RESULTS`).
 
-Axes are the finest ones of which all groups are products: the dense and the expert view share them, and so do ranks that
-have the same key-value head. Stages of a pipeline run different programs, so there is no axis over them.
+The bodies of megalite's autograd functions, forward and backward, are checked operation by operation. A backward gets
+gradients of the types that belong to the function's results, and must return those that belong to its arguments; each
+gradient that reaches a parameter's buffer must have the type that belongs to the parameter; and the optimizer must get
+no term of a sum.
+
+Stages of a pipeline run different programs: there is no axis over them. A stage gets what the one before it has sent.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import spmd_types
 import torch
-from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V, _checker
-from spmd_types.runtime import _set_local_type
+from spmd_types import _checker
+from spmd_types.runtime import _TYPECHECK_AUTOGRAD_FUNCTIONS, no_typecheck
+from spmd_types.types import I, P, R, SpmdTypeError, V
 from spmd_types.types import PerMeshAxisLocalSpmdType as Type
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
+from megalite.model import recurrent_weights
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.recurrent_weights import SumOverSharers
 from megalite.optim.accumulator import Accumulator
+from megalite.optim.buckets import Bucket
 from megalite.parallel import collectives, dispatch
 from megalite.parallel.collectives import Pending
 from megalite.parallel.linear import _SharedByHeads
-from megalite.parallel.mesh import DENSE_AXES, EXPERT_AXES, Group, ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
+from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of, tallies_of
+from megalite.parallel.state_scan import _TokensBefore
 from megalite.parallel.transfer import _End
+from tests.rank_types.axes import Axes, Types, of_gradient, require, set_type, type_of
+from tests.rank_types.mode import Mode, checking
 
-Types = dict[MeshAxis, Type]
-
-REPLICATED = (_SharedByHeads, _End)
-"""Autograd functions whose results, where equal on all ranks, are R: their backward sums over the ranks. Others' are I."""
-
-
-class Axes:
-    """The finest axes of ranks of which all groups of a pipeline stage are products."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self._mesh, self._ranks = mesh, mesh.world_size // mesh.size("pp")
-        starts = {1, self._ranks}
-        for view in (DENSE_AXES, EXPERT_AXES):
-            stride = 1
-            for axis in reversed(view[1:]):
-                size = mesh.size(axis)
-                parts = _primes(size) if axis in ("tp", "cp") else [size]
-                for part in parts:
-                    stride *= part
-                    starts.add(stride)
-        strides = sorted(starts)
-        self._layout = [(stop // start, start) for start, stop in zip(strides, strides[1:], strict=False)]
-        assert all(stop % start == 0 for start, stop in zip(strides, strides[1:], strict=False))
-        self._axes = [MeshAxis.of(size, stride) for size, stride in self._layout]
-        self._of: dict[tuple[int, ...], frozenset[MeshAxis]] = {}
-        self.all = frozenset(self._axes)
-
-    def named(self) -> dict[str, MeshAxis]:
-        """Return the axes by what `spmd_types` calls them in messages."""
-        return {f"{'x'.join(self._names(axis))}@{axis.layout.stride}": axis for axis in self._axes}
-
-    def _names(self, axis: MeshAxis) -> list[str]:
-        return [name for name in ("tp", "cp", "dp", "etp", "ep", "edp") if axis in self.along(name)]
-
-    def along(self, *names: str) -> frozenset[MeshAxis]:
-        """Return the axes along which ranks differ that differ along these axes of the mesh."""
-        return frozenset().union(*(self.of_ranks(self._mesh.ranks(name)) for name in names))
-
-    def of_ranks(self, ranks: Sequence[int]) -> frozenset[MeshAxis]:
-        """Return the axes along which these ranks differ.
-
-        Raises AssertionError if they are not all the ranks that do.
-        """
-        ranks = tuple(ranks)
-        if ranks not in self._of:
-            places = torch.tensor(ranks) % self._ranks
-            found = [
-                axis
-                for axis, (size, stride) in zip(self._axes, self._layout, strict=True)
-                if len((places // stride % size).unique()) > 1
-            ]
-            stages = len({rank // self._ranks for rank in ranks})
-            assert math.prod(axis.size() for axis in found) * stages == len(ranks), f"{ranks} are no product of axes"
-            self._of[ranks] = frozenset(found)
-        return self._of[ranks]
-
-    def types(self, *, V: Sequence[str] = (), I: Sequence[str] = ()) -> Types:  # noqa: E741, N803
-        """Return a type that is V, and I, along these axes of the mesh, and R along the others."""
-        varying, invariant = self.along(*V), self.along(*I)
-        return {
-            axis: spmd_types.V if axis in varying else spmd_types.I if axis in invariant else R for axis in self._axes
-        }
-
-
-def _primes(number: int) -> list[int]:
-    for divisor in range(2, number + 1):
-        if number % divisor == 0:
-            return [divisor, *_primes(number // divisor)]
-    return []
-
-
-def type_of(tensor: Tensor) -> Types:
-    found: Types = spmd_types.get_local_type(tensor)
-    return found
-
-
-def set_type(tensor: Tensor, types: Types) -> Tensor:
-    """Give a tensor a type that does not follow from an operation."""
-    found: Tensor = _set_local_type(tensor, dict(types))
-    return found
-
-
-def of_gradient(types: Types) -> Types:
-    return {axis: kind.backward_type() for axis, kind in types.items()}
-
-
-def fits(found: Type, wanted: Type) -> bool:
-    """Tell if a gradient of one type serves where one of the other is due.
-
-    Terms of a sum differ between ranks, and equal values are no terms: they would count once per rank.
-    """
-    return found is wanted or {R: found is I, I: found is R, V: found in (R, I), P: found is V}[wanted]
-
-
-def require(found: Types, wanted: Types, what: str) -> None:
-    """Raise SpmdTypeError if a value of one type stands where the other is due."""
-    wrong = [axis for axis, kind in wanted.items() if not fits(found[axis], kind)]
-    if wrong:
-        shown = ", ".join(f"{found[axis]} where {wanted[axis]} is due over {axis!r}" for axis in wrong)
-        raise SpmdTypeError(f"{what}: {shown}")
-
-
-# ---------------------------------------------------------------------------------------------------- collectives
-
-
-Rule = Callable[[Type], Type | None]
-"""Type after a collective by that before, along an axis of its ranks; None if it may not be."""
-
-RULES: dict[str, Rule] = {
-    "sum": lambda before: R if before in (V, P) else None,  # a sum of equal values would count them once per rank
-    "max": lambda before: None if before is P else R,
-    "all_gather": lambda before: R if before is V else None,
-    "reduce_scatter": lambda before: V if before in (V, P) else None,
-    "all_to_all": lambda before: V if before is V else None,
-    "broadcast": lambda before: None if before is P else R,
+RULES: dict[str, Mapping[Type, Type]] = {
+    "sum": {V: R, P: R},  # a sum of equal values would count them once per rank
+    "max": {V: R, R: R, I: R},
+    "all_gather": {V: R},
+    "reduce_scatter": {V: V, P: V},
+    "all_to_all": {V: V},
 }
+"""Type after a collective by that before, along each axis of its ranks. Others are errors."""
+RESULTS: dict[type, Type] = {
+    _SharedByHeads: R,
+    SumOverSharers: R,
+    _End: R,  # of tokens that all ranks have gathered
+    _TokensBefore: V,  # those before this rank's own tokens, cut from what all have gathered
+}
+"""Type of results of autograd functions that collectives have made equal on all ranks, or so it seems.
+
+R: backward sums over the ranks. Results of other functions are I: it does not."""
 
 
-def after(before: Types, axes: frozenset[MeshAxis], kind: str) -> Types:
+def after(before: Types, axes: frozenset[Any], kind: str) -> Types:
     """Return the type of the result of a collective. Raises SpmdTypeError if it may not have such an input."""
-    found = dict(before)
-    for axis in axes:
-        kind_after = RULES[kind](before[axis])
-        if kind_after is None:
-            raise SpmdTypeError(f"{kind} over {axis!r} of a tensor that is {before[axis]} there")
-        found[axis] = kind_after
-    return found
+    if wrong := [axis for axis in axes if before[axis] not in RULES[kind]]:
+        raise SpmdTypeError(f"{kind} over {wrong} of a tensor that is {before[wrong[0]].value} there")
+    return before | {axis: RULES[kind][before[axis]] for axis in axes}
 
 
 class Checked:
-    """Check of types in everything that runs between `begin` and the end of the block."""
+    """Check of the types of one rank's step."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.axes = Axes(mesh)
-        self.outputs: list[list[Types | None]] = []
+        self._results: list[list[Types | None]] = []
+        self._mode: Mode
 
-    # ------------------------------------------------------------------------------------------------ declarations
+    # ------------------------------------------------------------------------------------------------ the step
 
-    def declare(self, network: nn.Module) -> None:
-        """Give parameters and states the types that they declare."""
+    def step(
+        self, network: GPT, buckets: Sequence[Bucket], arriving: Mapping[str, Tensor], batch: MicroBatch
+    ) -> Mapping[str, Tensor]:
+        """Run forward, backward and the sums of gradients of a stage, and return what the next one gets.
+
+        Raises SpmdTypeError where types do not fit.
+        """
+        self._declare(network, batch)
+        with self._checking():
+            for bucket in buckets:
+                self._gather(bucket)
+                self._begin(bucket)
+            inputs = {name: set_type(each.detach().requires_grad_(), type_of(each)) for name, each in arriving.items()}
+            output = network(inputs, batch)
+            ends = self._ends(network, output)
+            torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+            for bucket in buckets:
+                self._complete(bucket)
+        return output.tensors
+
+    def _declare(self, network: nn.Module, batch: MicroBatch) -> None:
+        """Give parameters, states and data their types."""
         for parameter in network.parameters():
-            set_type(parameter, self.of_parameter(parameter))
+            assert isinstance(parameter, Parameter)
+            set_type(parameter, self._of_parameter(parameter))
         for state in states_of(network):
             set_type(state.values, self.axes.types())
         for tally in tallies_of(network):
-            set_type(tally.own, self.axes.types(V=("dp", "cp", "tp")))
-        for module in network.modules():
-            for value in vars(module).values():
-                if isinstance(value, Tensor) and not spmd_types.has_local_type(value):
-                    set_type(value, self.axes.types())
+            set_type(tally.own, self.axes.types(varying=("dp", "cp", "tp")))
+        for value in vars(batch).values():
+            if isinstance(value, Tensor):
+                set_type(value, self.axes.types(varying=("dp", "cp")))
 
-    def of_parameter(self, parameter: Parameter) -> Types:
+    def _of_parameter(self, parameter: Parameter) -> Types:
         """Return the type of a parameter, as its `Sharding` tells.
 
-        It is V along the axes that split it, R along those that see different tokens, and along the others of its stage
-        R if each rank computes a part of its gradient, I if each computes all of it.
+        Along the axes of its replica it is R if each rank computes a part of its gradient, and I if each computes all
+        of it; along the others that split a stage it is V; and along those with other tokens it is R.
         """
         record = parameter.sharding
-        split = {axis for piece in record.pieces for _, axis in piece.splits}
-        whole = self.axes.along(*(("ep", "etp") if record.expert else ("tp",))) - self.axes.along(*split)
-        found = self.axes.types(V=tuple(split))
-        if not record.grad_is_partial:
-            found |= dict.fromkeys(whole, I)
-        return found
+        found = self.axes.types(varying=("ep", "etp") if record.expert else ("tp",))
+        return found | dict.fromkeys(self.axes.of_ranks(record.replica_ranks), R if record.grad_is_partial else I)
 
-    # ------------------------------------------------------------------------------------------------ the block
+    def _gather(self, bucket: Bucket) -> None:
+        """Gather a bucket's parameters from the ranks' slices, after which they must be equal on them."""
+        first = bucket.slots[0].parameter
+        over = self.axes.along(*first.sharding.data_parallel_axes)
+        for each in (bucket.parameters, bucket.parameter_shard):
+            set_type(each, type_of(first) | dict.fromkeys(over, V))
+        bucket.begin_parameter_gather()
+        bucket.finish_parameter_gather()
+        if any(type_of(bucket.parameters)[axis] is V for axis in over):
+            raise SpmdTypeError(f"{first.sharding.name} and others are {type_of(bucket.parameters)} in forward")
+
+    def _begin(self, bucket: Bucket) -> None:
+        """Begin a step. A bucket gets terms of sums along the axes along which its parameters are R."""
+        kinds = type_of(bucket.slots[0].parameter)
+        flat = {axis: P if kind is R else V for axis, kind in kinds.items()}
+        bucket.begin_step(1)
+        for accumulator in bucket.accumulators:
+            for each in accumulator.flats.values():
+                set_type(each, flat)
+            for kept in accumulator._kept.values():
+                kept.total = lambda kept=kept: set_type(kept._add_up(), flat)  # type: ignore[method-assign,misc]
+            is_slice = accumulator.gradient_shard._base is accumulator.gradients
+            set_type(accumulator.gradient_shard, flat if is_slice else self.axes.types())
+
+    def _ends(self, network: GPT, output: StageOutput) -> list[Tensor]:
+        """Return the tensors at which backward begins.
+
+        A sum of the loss must differ between the ranks over which its term is summed, and be equal on the others.
+        """
+        split = network.context.sequence_parallel
+        message = self.axes.types(varying=("dp", "cp", *(["tp"] if split else [])), invariant=[] if split else ["tp"])
+        for name, tensor in output.tensors.items():
+            require(type_of(tensor), message, name)
+        for term in network.loss_terms:
+            if (total := output.terms.get(term.name)) is None:
+                continue
+            invariant = [axis for axis in ("tp", "cp", "dp") if axis not in term.axes]
+            wanted, found = self.axes.types(varying=term.axes, invariant=invariant), type_of(total)
+            if (
+                found != wanted
+                if total.requires_grad
+                else any(found[axis] is not V for axis in self.axes.along(*term.axes))
+            ):
+                raise SpmdTypeError(f"the sum of {term} is {found}")
+        return [each for each in (*output.tensors.values(), *output.terms.values()) if each.requires_grad]
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Sum a bucket's gradients, of which the optimizer must get no term."""
+        with self._mode.entered(is_linear=True):
+            for accumulator in bucket.accumulators:
+                accumulator.begin_reduction(1)
+            for operation in bucket.completion():
+                operation.run()
+        if P in (found := type_of(bucket.gradient_shard)).values():
+            name = bucket.slots[0].parameter.sharding.name
+            raise SpmdTypeError(f"the gradients of {name} and others are {found} where the optimizer takes them")
+
+    # ------------------------------------------------------------------------------------------------ its functions
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_checker, "_SpmdTypeMode", _Mode))
-            stack.enter_context(spmd_types.set_current_mesh(self.axes.named()))
-            stack.enter_context(spmd_types.checker.typecheck())
-            self._mode = _checker._current_mode()
+    def _checking(self) -> Iterator[None]:
+        """Check all operations, collectives and autograd functions within the block."""
+        with checking(self.axes) as self._mode, ExitStack() as stack:
             for owner, name, replacement in self._replaced():
                 stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-            stack.callback(_checker._TYPECHECK_AUTOGRAD_FUNCTIONS.difference_update, functions())
-            _checker._TYPECHECK_AUTOGRAD_FUNCTIONS.update(functions())
+            known = _TYPECHECK_AUTOGRAD_FUNCTIONS | set(functions())
+            stack.enter_context(mock.patch.object(_checker, "_TYPECHECK_AUTOGRAD_FUNCTIONS", known))
             yield
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield what takes the place of megalite's functions: their owner, name and replacement."""
-        for name, kind in (
-            ("all_reduce_", None),
-            ("all_reduce_async_", None),
-            ("all_reduce_in_rank_order_", None),
-            ("all_gather_async", "all_gather"),
-            ("reduce_scatter_async", "reduce_scatter"),
-            ("all_to_all_rows_async", "all_to_all"),
-        ):
-            yield collectives, name, self._collective(getattr(collectives, name), kind)
-        in_order = dispatch._add_in_rank_order_async
-        yield dispatch, "_add_in_rank_order_async", self._collective(in_order, "reduce_scatter")
+        for name, rule in {
+            "all_reduce_": "sum",
+            "all_reduce_async_": "sum",
+            "all_reduce_in_rank_order_": "sum",
+            "all_gather_async": "all_gather",
+            "reduce_scatter_async": "reduce_scatter",
+            "all_to_all_rows_async": "all_to_all",
+        }.items():
+            yield collectives, name, self._collective(getattr(collectives, name), rule)
+        of_experts = dispatch._add_in_rank_order_async  # an exchange, and a sum of what arrives
+        yield dispatch, of_experts.__name__, self._collective(of_experts, "reduce_scatter")
+        yield recurrent_weights, "_summed", self._summed(recurrent_weights._summed)
         yield Accumulator, "add", self._adding(Accumulator.add)
-        yield Parameter, "frozen_alias", _alias(Parameter.frozen_alias)
+        alias = Parameter.frozen_alias
+        yield Parameter, alias.__name__, lambda parameter: set_type(alias(parameter), type_of(parameter))
         for function in functions():
             yield function, "forward", staticmethod(self._forward(function))
             yield function, "backward", staticmethod(self._backward(function))
-            yield function, "typecheck_forward", staticmethod(self._apply(function))
+            yield function, "typecheck_forward", staticmethod(functools.partial(self._apply, function))
 
-    def _collective(self, function: Callable[..., Any], kind: str | None) -> Callable[..., Any]:
-        """Return a collective that gives its result its type."""
+    def _collective(self, function: Callable[..., Any], rule: str) -> Callable[..., Any]:
+        """Return a collective that gives its result a type. `rule`: that of its default operation."""
 
-        @functools.wraps(function)
         def called(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
             group = next(each for each in arguments if isinstance(each, Group))
-            others = [each for each in arguments if isinstance(each, str)]
-            done = kind or options.get("op", (others or ["sum"])[0])
-            axes, before = self.axes.of_ranks(group.ranks), type_of(tensor)
-            with spmd_types.no_typecheck():
-                result = function(tensor, *arguments, **options)
-            types = after(before, axes, done)
-            return _typed(result, types, same=group.size == 1)
+            if self._mode._disabled or group.size == 1:  # within another one, or nothing is sent
+                return function(tensor, *arguments, **options)
+            operation = next((each for each in arguments if isinstance(each, str)), rule)
+            types = after(type_of(tensor), self.axes.of_ranks(group.ranks), operation)
+            with no_typecheck():
+                return _typed(function(tensor, *arguments, **options), types)
 
         return called
 
-    def _adding(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Return `Accumulator.add`, which takes only gradients of the type that the parameter's asks for."""
+    def _summed(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return the sum over ranks that share a group, which gathers from all ranks and adds up the terms of some."""
 
-        @functools.wraps(function)
+        def summed(input: Tensor, over: Group, ranks: Sequence[int]) -> Tensor:
+            types = after(type_of(input), self.axes.of_ranks(ranks), "sum")
+            with no_typecheck():
+                return set_type(function(input, over, ranks), types)
+
+        return summed
+
+    def _adding(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `Accumulator.add`, which takes only gradients of the type that belongs to the parameter."""
+
         def add(accumulator: Accumulator, parameter: Parameter, gradient: Gradient, use: int) -> None:
-            values = torch.zeros_like(parameter, requires_grad=False)
             wanted = of_gradient(type_of(parameter))
-            if isinstance(gradient, DenseGradient) and not spmd_types.has_local_type(gradient.values):
-                set_type(gradient.values, wanted)  # of autograd's own functions
-            set_type(values, dict.fromkeys(self.axes.all, R))
-            with self._mode:
-                gradient.add_to(values, overwrite=True)
-            require(type_of(values), wanted, f"gradient of {parameter.sharding.name}")
-            with spmd_types.no_typecheck():
-                function(accumulator, parameter, DenseGradient(values), use)
+            with self._mode.entered(is_linear=True):  # a reduction may begin
+                if isinstance(gradient, DenseGradient):  # without a type if torch's own functions have made it
+                    values = gradient.values
+                    set_type(values, type_of(values) or wanted)
+                else:
+                    values = torch.zeros_like(parameter, requires_grad=False)
+                    gradient.add_to(values, overwrite=True)
+                require(type_of(values), wanted, f"gradient of {parameter.sharding.name}")
+                function(accumulator, parameter, _CheckedGradient(values), use)
 
         return add
 
-    def _forward(self, function: type) -> Callable[..., Any]:
+    def _apply(self, function: type[torch.autograd.Function], *arguments: Any) -> Any:
+        """Apply an autograd function, and give its results the types that its forward has found."""
+        results = function.apply(*arguments)
+        for result, types in zip(_several(results), self._results.pop(), strict=True):
+            if types is not None:
+                set_type(result, types)
+        return results
+
+    def _forward(self, function: Any) -> Callable[..., Any]:
+        """Return a forward whose body is checked."""
         original = function.forward
 
-        def forward(ctx: FunctionCtx, *arguments: Any) -> Any:
-            with self._mode:
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            with self._mode.entered():
                 results = original(ctx, *arguments)
-            ctx.types = [_maybe(each) for each in arguments]
-            ctx.saved_types = [_maybe(each) for each in getattr(ctx, "to_save", None) or ()]
-            found = [_maybe(each) for each in results] if isinstance(results, tuple) else [_maybe(results)]
-            if function not in REPLICATED:
-                inputs = [kinds for kinds in ctx.types if kinds]
-                found = [kinds and _invariant(kinds, inputs) for kinds in found]
-            ctx.result_types = found
-            self.outputs.append(found)
+            found = [types and self._of_result(function, types, arguments) for types in _types(_several(results))]
+            ctx.types = _types(arguments), found, _types(getattr(ctx, "to_save", None) or ())
+            self._results.append(found)
             return results
 
         return forward
 
-    def _apply(self, function: type) -> Callable[..., Any]:
-        def typecheck_forward(*arguments: Any) -> Any:
-            results = function.apply(*arguments)
-            for result, kinds in zip(_several(results), self.outputs.pop(), strict=True):
-                if isinstance(result, Tensor) and kinds is not None:
-                    set_type(result, kinds)
-            return results
+    @staticmethod
+    def _of_result(function: type, found: Types, arguments: Sequence[Any]) -> Types:
+        """Return the type of an autograd function's result, given that of its body.
 
-        return typecheck_forward
+        What is equal on all ranks, and made of nothing that is R and takes a gradient, is I, or what `RESULTS` says.
+        """
+        trained = [type_of(each) for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        made = [axis for axis, kind in found.items() if kind is R and not any(each[axis] is R for each in trained)]
+        return found | dict.fromkeys(made, RESULTS.get(function, I))
 
-    def _backward(self, function: type) -> Callable[..., Any]:
+    def _backward(self, function: Any) -> Callable[..., Any]:
+        """Return a backward whose body is checked, and what it returns."""
         original = function.backward
 
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            for gradient, kinds in zip(gradients, ctx.result_types, strict=True):
-                if gradient is not None and kinds is not None:
-                    set_type(gradient, of_gradient(kinds))
+            of_arguments, of_results, of_saved = ctx.types
+            for gradient, types in zip(gradients, of_results, strict=True):
+                if gradient is not None and types is not None:
+                    set_type(gradient, of_gradient(types))
             saved = ctx.saved_tensors
-            for tensor, kinds in zip(saved, ctx.saved_types, strict=True):
-                if tensor is not None and kinds is not None:
-                    set_type(tensor, kinds)
-            with self._mode:
+            for tensor, types in zip(saved, of_saved, strict=True):
+                if tensor is not None and types is not None:
+                    set_type(tensor, types)
+            with self._mode.entered(is_linear=True):
                 results = original(_Context(ctx, saved), *gradients)
-            for number, (result, kinds) in enumerate(zip(_several(results), ctx.types, strict=False)):
-                if isinstance(result, Tensor) and kinds:
-                    what = f"{function.__name__}.backward, gradient of argument {number}"
-                    require(type_of(result), of_gradient(kinds), what)
+            for number, (result, types) in enumerate(zip(_several(results), of_arguments, strict=False)):
+                if isinstance(result, Tensor) and types:
+                    what = f"gradient of argument {number} that {function.__name__}.backward returns"
+                    require(type_of(result), of_gradient(types), what)
             return results
 
         return backward
 
 
-def functions() -> list[type]:
-    """Return megalite's autograd functions."""
-    found: list[type] = []
-    left = list(torch.autograd.Function.__subclasses__())
-    while left:
-        one = left.pop()
-        left += one.__subclasses__()
-        if one.__module__.startswith("megalite") and "backward" in vars(one):
-            found.append(one)
-    return found
+class _CheckedGradient(DenseGradient):
+    """A gradient whose type has been checked. It is added to the gradients of other parameters, with other types."""
 
-
-def _maybe(value: Any) -> Types | None:
-    return dict(type_of(value)) if isinstance(value, Tensor) else None
-
-
-def _several(results: Any) -> tuple[Any, ...]:
-    return results if isinstance(results, tuple) else (results,)
-
-
-def _invariant(found: Types, inputs: list[Types]) -> Types:
-    """Return the type of a result with I for R, along axes along which no input is R with a gradient."""
-    return {
-        axis: I if kind is R and any(each.get(axis) in (V, I, P) for each in inputs) else kind
-        for axis, kind in found.items()
-    }
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        with no_typecheck():
+            super().add_to(target, overwrite=overwrite)
 
 
 class _Context:
-    """Context of a backward whose saved tensors have types."""
+    """Context of an autograd function whose saved tensors keep their types."""
 
-    def __init__(self, context: Any, saved: tuple[Tensor | None, ...]) -> None:
-        object.__setattr__(self, "_context", context)
-        object.__setattr__(self, "saved_tensors", saved)
+    def __init__(self, context: Any, saved: Sequence[Tensor | None]) -> None:
+        vars(self).update(_context=context, saved_tensors=saved)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -366,36 +338,36 @@ class _Context:
         setattr(self._context, name, value)
 
 
-def _alias(function: Callable[[Parameter], Parameter]) -> Callable[[Parameter], Parameter]:
-    def frozen_alias(parameter: Parameter) -> Parameter:
-        found = function(parameter)
-        set_type(found, type_of(parameter))
-        return found
+def functions() -> list[type[torch.autograd.Function]]:
+    """Return megalite's autograd functions."""
+    found, left = list[Any](), list(torch.autograd.Function.__subclasses__())
+    while left:
+        left += (one := left.pop()).__subclasses__()
+        if one.__module__.startswith("megalite") and "backward" in vars(one):
+            found.append(one)
+    return found
 
-    return frozen_alias
+
+def _several(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
 
 
-def _typed(result: Any, types: Types, *, same: bool) -> Any:
-    """Give the result of a collective its type, now or when it is waited for."""
+def _types(values: Sequence[Any]) -> list[Types | None]:
+    return [dict(type_of(value)) if isinstance(value, Tensor) else None for value in values]
+
+
+def _typed(result: Any, types: Types) -> Any:
+    """Give the result of a collective its type, which a pending one gets when it is waited for."""
     if isinstance(result, Tensor):
-        return result if same else set_type(result, types)
+        return set_type(result, types)
     pending: Pending = result
-    made = pending.result
-    if isinstance(made, Tensor):
-        if not same:
-            set_type(made, types)
-    else:
+    if isinstance(made := pending.result, Tensor):
+        set_type(made, types)
+        return pending
 
-        def when_made() -> Tensor:
-            with spmd_types.no_typecheck():
-                return set_type(made(), types)
+    def finish() -> Tensor:
+        with no_typecheck():
+            return set_type(made(), types)
 
-        pending.result = when_made
+    pending.result = finish
     return pending
-
-
-class _Mode(_checker._SpmdTypeMode):  # type: ignore[misc]
-    """Mode of `spmd_types` that also knows what becomes of a tensor if a view of it is written to."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs)
