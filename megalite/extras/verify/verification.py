@@ -95,9 +95,8 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
     walk, notes = walked(0), [*trace.notes, *found.notes, *command.notes, *opened.notes]
     first = first_difference(walk.judgements)
     if first is not None and first.ratio < _SURE:
-        notes.append(
-            f"{shown_name(first)} was at {first.ratio:.3g} times with few orders of summation: judged with more"
-        )
+        few = f"{first.ratio:.3g} times with few orders of summation"
+        notes.append(f"{shown_name(first)} was at {few}: judged again with more")
         walk = walked(_MORE_ORDERS)
         first = first_difference(walk.judgements)
     notes += _notes(walk)

@@ -85,6 +85,9 @@ def main() -> None:
         from megalite.extras.verify.demo import demo
 
         sys.exit(demo(arguments.page, partial(_show, arguments)))
+    from megalite.extras.verify.replay import keep_freed_memory
+
+    keep_freed_memory()
     for flag, file in (("--json", arguments.json), ("--page", arguments.page)):
         if file not in (None, "-"):
             require_output(flag, file)
