@@ -133,6 +133,7 @@ def balance_parts(network: GPT, parts: Sequence[Tensor]) -> None:
 
 
 def _of_parts(router: Router, parts: Sequence[Tensor]) -> Callable[[Tensor, Tensor | None, Tensor | None], TermSums]:
+    """Return a router's sums of loss terms, as means over parts of the tokens that each have counts of their own."""
     right = router._terms
 
     def terms(logits: Tensor, of_sequences: Tensor | None, padding: Tensor | None) -> TermSums:

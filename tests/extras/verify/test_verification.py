@@ -213,7 +213,7 @@ def test_a_small_error_in_bf16_is_found_and_its_cause_named(tmp_path: Path) -> N
 def test_a_marginal_accusation_is_judged_again_with_more_orders_of_summation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the first walk a tensor is accused as if few emulations had rounded too little by chance."""
+    """A tensor of the first walk is accused, as if few emulations had rounded too little by chance."""
     orders: list[int] = []
 
     def emulations(dtype: torch.dtype, size: int, more: int = 0) -> tuple[Numerics, ...]:
