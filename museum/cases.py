@@ -41,7 +41,7 @@ def make_case(entry: Entry, folder: Path, *, wrong: bool) -> None:
     bug = entry.bug
     (folder / "case.json").write_text(json.dumps({"program": entry.program, "steps": bug.get("STEPS", 1)}))
     if entry.program == "plain":
-        settings: dict[str, Any] = {"steps": 1, **bug["SETTINGS"]}
+        settings: dict[str, Any] = {"steps": 1, "whole": True, **bug["SETTINGS"]}
         patches = bug.get("PATCHES", {}) if wrong else {}
         settings_of_run = settings if wrong else settings | bug.get("RIGHT", {})
         run(Settings(**settings_of_run), folder / "run", patches)
@@ -71,9 +71,7 @@ def interpreter() -> str:
 
     environment = next(each for each in ENVIRONMENTS if each.name == "megatron")
     if not environment.is_complete:
-        raise MissingProgram(
-            "megatron-core 0.19.2 is not here: make oracles NAMES=megatron installs it and its Python"
-        )
+        raise MissingProgram("megatron-core 0.19.2 is not here: make oracles NAMES=megatron installs it and its Python")
     return str(environment.interpreter)
 
 

@@ -6,7 +6,11 @@ bug.py has no more than the program needs, and is loaded on each rank:
   of the trainer with the same names. RIGHT: settings of the right run, if they are others.
 - programs "megatron-core" (0.19.2) and "megalite": FLAGS, RANKS, and `wrong()`, a context manager in which each rank
   runs the step. Without it, it is the program itself that is wrong, and RIGHT has the flags with which it is not.
+  "megatron-core" (`museum/megatron.py`) builds the model in it, too, and enters `right()`, if there is one, for the
+  right run: it mends the program. What then is in `wrong()` gives the program what no flag gives. MASKED: about two in
+  five labels count in no loss.
 - REFERENCE: settings or flags of the run that is compared with it; unset: the same model on one rank.
+- program "megalite" has a few more: LAYOUT, STEPS_BEFORE, DATA, HUGGINGFACE (see `museum/own.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -106,9 +106,21 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
         () if first is None else sorted(set(ranks_of(walk.judgements, first))),
         () if first is None else explain(walk, first, _sizes(command, found, model)),
         figures(walk, command),
+        tuple(_same_samples(found)),
         skipped=walk.skipped,
         notes=notes,
     )
+
+
+def _same_samples(batches: StepBatches) -> Iterator[str]:
+    """Yield a line for each data-parallel rank whose samples are all those of a rank before it."""
+    known: dict[bytes, int] = {}
+    for replica in range(batches.replicas):
+        places = [batches.numbers.get((replica, at)) for at in range(batches.per_rank)]
+        own = b"".join(batches.arrays[place]["tokens"].tobytes() for place in places if place is not None)
+        first = known.setdefault(own, replica)
+        if own and first != replica:
+            yield f"data-parallel rank {replica} has the samples of rank {first}: all of its micro-batches are the same"
 
 
 def _ranks(trace: Trace) -> set[int]:

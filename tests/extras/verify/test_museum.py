@@ -84,6 +84,6 @@ def test_verify_has_a_score_on_each_entry() -> None:
 def test_a_wrong_run_is_caught_as_the_score_says(entry: Entry, tmp_path: Path) -> None:
     make_case(entry, tmp_path / "case", wrong=True)
     found, stored = detector("verify")(tmp_path / "case"), read_scores("verify")[entry.name]
-    assert found.verdict == stored.verdict
+    assert found.verdict == "wrong" or stored.verdict != "wrong"
     assert entry.answer.is_tensor(found.tensor) >= stored.is_tensor, found.tensor
     assert entry.answer.is_hypothesis(found.hypothesis) >= stored.is_hypothesis, found.hypothesis
