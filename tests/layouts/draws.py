@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -11,6 +12,8 @@ from megalite.config import parse_arguments, resolve
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.extras.verify.command import read_command
+from museum.plain.command_line import command_line
 from museum.plain.settings import Settings
 
 Flags = dict[str, Any]
@@ -18,6 +21,9 @@ Flags = dict[str, Any]
 HEADS = 4
 VOCABULARY = 63
 """Tokens, without the one that a NullTokenizer adds."""
+
+
+_MOST_TRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -61,25 +67,29 @@ class Draw:
 
 def words(flags: Flags) -> str:
     """Return flags as they stand in a command."""
-    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in flags.items())
+    return " ".join(
+        f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}" for name, value in flags.items()
+    )
 
 
 def draw(program: str, seed: str, number: int) -> Draw:
-    """Return the draw of a number, which the program accepts."""
+    """Return the draw of a number, which the program accepts. Raises RuntimeError if it accepts none."""
     random = Random(f"{program} {seed} {number}")
-    while True:
+    for _ in range(_MOST_TRIES):
         ranks, flags, how, masked = _DRAWN[program](random)
         if is_valid(program, flags, ranks):
             return Draw(program, seed, number, ranks, flags, how, masked)
+    raise RuntimeError(f"of {_MOST_TRIES} draws {program} accepts none")
 
 
 def is_valid(program: str, flags: Flags, ranks: int) -> bool:
     """Tell whether a program has such networks and layouts, as far as its rules are here."""
     try:
         if program == "plain":
-            return Settings(**flags).world == ranks
+            settings = Settings(**flags)
+            return read_command(command_line(settings)).world_size == ranks
         if program != "torchtitan":
-            config = resolve(parse_arguments(words(flags).split()).config, ranks)
+            config = resolve(parse_arguments(shlex.split(words(flags))).config, ranks)
             if program == "transformers":
                 choose(FAMILIES, config.model)
     except (ConfigurationError, CheckpointError, ValueError):
@@ -174,6 +184,7 @@ def _network(random: Random, has: frozenset[str], tp: int) -> Flags:
         flags["disable-bias-linear"] = True
     if sometimes(0.15, "latents") and flags["position-embedding-type"] == "rope":
         flags |= _latents(random)
+        flags.pop("use-rope-scaling", None)  # which Megatron-LM leaves out here
     else:
         if sometimes(0.5):
             groups = [count for count in (1, 2) if count % tp == 0 or (tp % count == 0 and "shared heads" in has)]
@@ -196,6 +207,19 @@ def _network(random: Random, has: frozenset[str], tp: int) -> Flags:
     return flags
 
 
+def _with_pattern(random: Random, flags: Flags) -> Flags:
+    """Return the flags of a network with recurrent layers, if theirs leave room for it, and otherwise the same."""
+    if random.random() < 0.75 or flags.keys() & {"num-experts", "multi-latent-attention", "mtp-num-layers"}:
+        return flags
+    mixers = [random.choice("MG*") for _ in range(flags["num-layers"] // 2)]
+    pattern = "".join(f"{mixer}-" for mixer in mixers)
+    sizes: Flags = {"mamba-state-dim": 8, "mamba-head-dim": 4} if "M" in pattern else {}
+    if "G" in pattern:
+        sizes |= {f"linear-num-{heads}-heads": 4 for heads in ("key", "value")}
+        sizes |= {f"linear-{heads}-head-dim": 8 for heads in ("key", "value")}
+    return flags | {"hybrid-layer-pattern": pattern} | sizes
+
+
 def _positions(random: Random, has: frozenset[str]) -> Flags:
     kind = random.choice(["learned_absolute", "rope", "rope", "rope"])
     flags: Flags = {"position-embedding-type": kind}
@@ -208,7 +232,7 @@ def _positions(random: Random, has: frozenset[str]) -> Flags:
 
 
 def _latents(random: Random) -> Flags:
-    flags: Flags = {"multi-latent-attention": True, "rope-type": "rope", "kv-lora-rank": 10, "qk-head-dim": 6}
+    flags: Flags = {"multi-latent-attention": True, "rope-type": "rope", "kv-lora-rank": 12, "qk-head-dim": 6}
     flags |= {"qk-pos-emb-head-dim": 4, "v-head-dim": 8}
     if random.random() < 0.5:
         flags |= {"q-lora-rank": 12, "qk-layernorm": True}
@@ -218,11 +242,14 @@ def _latents(random: Random) -> Flags:
 def _experts(random: Random, layers: int) -> Flags:
     """Return flags of experts, all of which the same tokens reach on any layout."""
     flags: Flags = {"num-experts": 4, "moe-router-topk": random.choice([1, 2]), "moe-token-dispatcher-type": "alltoall"}
+    if flags["moe-router-topk"] == 1 or random.random() < 0.3:
+        flags["moe-router-pre-softmax"] = True
     balance = random.choice(["none", "aux_loss", "seq_aux_loss"])
     flags["moe-router-load-balancing-type"] = balance
     if balance != "none":
         flags["moe-aux-loss-coeff"] = 0.1
     elif random.random() < 0.5:
+        flags.pop("moe-router-pre-softmax", None)
         flags |= {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True}
         flags["moe-router-topk-scaling-factor"] = 2.5
     if random.random() < 0.3:
@@ -242,8 +269,13 @@ _Drawn = tuple[int, Flags, str, bool]
 """Ranks, flags, what is recorded, and whether labels are masked."""
 
 
-def _data(random: Random) -> Flags:
-    return {"tokenizer-type": "NullTokenizer", "vocab-size": VOCABULARY, "make-vocab-size-divisible-by": 8}
+def _data() -> Flags:
+    return {
+        "mock-data": True,
+        "tokenizer-type": "NullTokenizer",
+        "vocab-size": VOCABULARY,
+        "make-vocab-size-divisible-by": 8,
+    }
 
 
 def _megatron(random: Random) -> _Drawn:
@@ -252,7 +284,9 @@ def _megatron(random: Random) -> _Drawn:
     if axes.cp > 1:
         has -= {"sinks"}  # which the stand-in for Transformer Engine's attention lacks
     flags = _network(random, frozenset(has), axes.tp)
-    flags |= _data(random) | _layout(random, axes, flags)
+    flags |= _data() | _layout(random, axes, flags)
+    if "squared-relu" in flags:
+        flags["disable-bias-linear"] = True  # with biases it asks for a fused one, which it does not have
     if flags.get("expert-tensor-parallel-size", 1) > 1:
         flags.pop("expert-model-parallel-size", None)  # gloo has no all-gather of uneven parts
     if random.random() < 0.5:
@@ -269,8 +303,9 @@ _OWN = frozenset({"experts", "latents", "long contexts", "output gate", "sinks",
 def _megalite(random: Random) -> _Drawn:
     axes = _axes(random)
     flags = _network(random, _OWN, axes.tp)
-    flags |= _data(random) | _layout(random, axes, flags) | _of_megalite(random, axes, flags)
+    flags |= _data() | _layout(random, axes, flags) | _of_megalite(random, axes, flags)
     flags |= {"train-iters": 9, "eval-iters": 0, "lr": 0.05, "lr-decay-style": "constant", "init-method-std": 0.1}
+    flags = _with_pattern(random, flags)
     return axes.world, flags, random.choice(["whole", "sketches"]), False
 
 
@@ -304,16 +339,76 @@ def _of_megalite(random: Random, axes: Axes, flags: Flags) -> Flags:
     return found | random.choice(more)
 
 
+_RMS: Flags = {"normalization": "RMSNorm", "swiglu": True, "disable-bias-linear": True}
+_EXPERTS: Flags = {"num-experts": 4, "moe-router-topk": 2, "moe-router-load-balancing-type": "none"}
+_FAMILIES: Mapping[str, Flags] = {
+    "gpt2": {"position-embedding-type": "learned_absolute"},
+    "llama": _RMS,
+    "mistral": _RMS | {"window-size": "5,0"},
+    "qwen2": _RMS | {"add-qkv-bias": True},
+    "qwen3": _RMS | {"qk-layernorm": True},
+    "mixtral": _RMS | _EXPERTS,
+    "qwen3_moe": _RMS | _EXPERTS | {"qk-layernorm": True, "moe-ffn-hidden-size": 16},
+    "qwen2_moe": _RMS
+    | _EXPERTS
+    | {
+        "add-qkv-bias": True,
+        "moe-ffn-hidden-size": 16,
+        "moe-shared-expert-intermediate-size": 24,
+        "moe-shared-expert-gate": True,
+        "moe-router-pre-softmax": True,
+    },
+    "gpt_neox": {"use-parallel-residual": True, "exact-gelu": True, "rotary-percent": 0.5},
+    "deepseek_v3": _RMS
+    | _EXPERTS
+    | {
+        "multi-latent-attention": True,
+        "rope-type": "rope",
+        "q-lora-rank": 12,
+        "kv-lora-rank": 10,
+        "qk-head-dim": 6,
+        "qk-pos-emb-head-dim": 4,
+        "v-head-dim": 8,
+        "qk-layernorm": True,
+        "moe-ffn-hidden-size": 16,
+        "moe-shared-expert-intermediate-size": 16,
+        "latent-norm-epsilon": 1e-6,
+        "moe-layer-freq": "[0,1]",
+        "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True,
+        "moe-router-topk-scaling-factor": 2.5,
+    },
+}
+"""Families of Hugging Face, and the flags of their networks."""
+
+
 def _transformers(random: Random) -> _Drawn:
-    flags = _network(random, frozenset({"experts", "latents", "windows", "sinks", "output gate"}), 1)
-    flags |= _data(random) | {"vocab-size": VOCABULARY, "make-vocab-size-divisible-by": 1}
-    size = random.choice([1, 2])
-    flags |= {"micro-batch-size": size, "global-batch-size": size * random.choice([1, 2, 3]), "train-iters": 1}
-    flags |= {"lr": 1e-3, "hidden-dropout": 0, "attention-dropout": 0}
-    flags.pop("moe-aux-loss-coeff", None)  # which is not in the loss of a plain loop
-    flags.pop("moe-z-loss-coeff", None)
-    if "num-experts" in flags:
-        flags["moe-router-load-balancing-type"] = "none"
+    family = random.choice([*_FAMILIES])
+    own = {"position-embedding-type": "rope"} | _FAMILIES[family]
+    length, size = random.choice([16, 32]), random.choice([1, 2])
+    flags: Flags = {
+        "num-layers": 2,
+        "hidden-size": random.choice([32, 48, 64]),
+        "num-attention-heads": HEADS,
+        "ffn-hidden-size": random.choice([64, 96]),
+        "seq-length": length,
+        "max-position-embeddings": length,
+        "micro-batch-size": size,
+        "global-batch-size": size * random.choice([1, 2, 3]),
+        "train-iters": 1,
+        "lr": 1e-3,
+        "hidden-dropout": 0,
+        "attention-dropout": 0,
+    }
+    flags |= _data() | {"make-vocab-size-divisible-by": 1} | own
+    if family not in ("gpt2", "gpt_neox", "deepseek_v3"):
+        flags |= {"group-query-attention": True, "num-query-groups": random.choice([1, 2, 4])}
+    if own["position-embedding-type"] == "rope" and random.random() < 0.3:
+        flags["rotary-base"] = 20000
+    if family == "llama" and random.random() < 0.3:
+        flags["use-rope-scaling"] = True
+    if family != "gpt2" and random.random() < 0.7:
+        flags["untie-embeddings-and-output-weights"] = True
     if random.random() < 0.5:
         flags["bf16"] = True
     return 1, flags, random.choice(["whole", "sketches"]), random.random() < 0.3
@@ -348,7 +443,7 @@ def _plain(random: Random) -> _Drawn:
         "seed": random.randrange(1, 10_000),
     }
     if experts:
-        flags |= {"experts": 4, "top_k": random.choice([1, 2]), "auxiliary": random.choice([0.0, 0.05])}
+        flags |= {"experts": 4, "top_k": random.choice([2, 3]), "auxiliary": random.choice([0.0, 0.05])}
         flags["ep"] = random.choice([size for size in (1, 2, 4) if axes.dp * axes.cp % size == 0])
     how = random.choice(["whole", "sketches"])
     return axes.world, flags | {"whole": how == "whole"}, how, False
@@ -356,12 +451,20 @@ def _plain(random: Random) -> _Drawn:
 
 def _torchtitan(random: Random) -> _Drawn:
     tp, dp = random.choice([(1, 1), (2, 1), (2, 1), (1, 2), (2, 2)])
-    flags: Flags = {"layers": random.choice([1, 2, 3]), "length": random.choice([16, 32, 64]), "tp": tp, "dp": dp}
-    flags |= {"samples": dp * random.choice([1, 2]), "micro-batches": random.choice([1, 2])}
-    if tp > 1 and random.random() < 0.5:
-        flags["no-sp"] = True
-    flags["backend"] = random.choice(["spmd_types", "full_dtensor"])
-    flags["dtype"] = random.choice(["float32", "bfloat16"])
+    flags: Flags = {
+        "model": random.choice(["llama3", "qwen3"]),
+        "layers": random.choice([1, 2, 3]),
+        "groups": random.choice([2, 4]),
+        "fused": True,
+        "length": random.choice([16, 32, 64]),
+        "tp": tp,
+        "dp": dp,
+        "samples": dp * random.choice([1, 2]),
+        "micro-batches": random.choice([1, 2]),
+        "no-sp": tp > 1 and random.random() < 0.5,
+        "backend": random.choice(["partial_dtensor", "full_dtensor"]),
+        "dtype": random.choice(["float32", "bfloat16"]),
+    }
     return tp * dp, flags, random.choice(["whole", "sketches"]), False
 
 
