@@ -111,7 +111,7 @@ test-bits: .venv/installed-test
 test-all:
 	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '5.5 test-extras' '5 test-wide $(OF_TURN)' \
 		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
-		'1.5 fuzz-layouts REPORT=1 COUNT=4 SEED=$(COMMIT)' \
+		'1.5 fuzz-layouts REPORT=1 COUNT=3 SEED=$(COMMIT)' \
 		$(if $(SLURM),'3 test-slurm $(OF_TURN)') $(if $(CHROMIUM),'1.5 test-report $(OF_HALF)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 	@$(if $(CHROMIUM),,echo "NOT RUN: test-report, which needs chromium (.ci/run installs it)")
@@ -140,7 +140,6 @@ fuzz: .venv/installed-test
 		$(if $(REPORT),--report)
 
 fuzz-layouts: .venv/installed-test
-	$(PYTEST) -m '' tests/layouts
 	.venv/bin/python -m tests.layouts --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(if $(PROGRAM),--program $(PROGRAM)) \
 		$(if $(TITAN),--python $(TITAN)) $(if $(REPORT),--report)
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import random
+import secrets
 import shlex
 import subprocess
 import sys
@@ -70,8 +72,12 @@ def detector(name: str, command: str | None = None) -> Detector:
 
     def run(case: Path) -> Finding:
         words = [word.replace("{case}", str(case)) for word in shlex.split(command)]
-        said = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
-        return Finding(**json.loads(said.strip().splitlines()[-1]))
+        said = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+        try:
+            return Finding(**json.loads(said.stdout.strip().splitlines()[-1]))
+        except (LookupError, TypeError, ValueError) as error:
+            print(f"{command}: exit code {said.returncode}, and its last line is no finding ({error})", file=sys.stderr)
+            return Finding("unknown")
 
     return run
 
@@ -90,8 +96,8 @@ def score(entry: Entry, detect: Detector, folder: Path, make: Maker = make_case)
     """
     findings: dict[bool, Finding] = {}
     seconds = 0.0
-    for wrong in (True, False):
-        case = folder / str(len(findings))  # no name tells which it is
+    for wrong in random.sample((True, False), 2):
+        case = folder / secrets.token_hex(4)  # neither names nor the order tell which it is
         make(entry, case, wrong=wrong)
         start = time.monotonic()
         findings[wrong] = detect(case)

@@ -20,3 +20,8 @@ class Finding:
     verdict: Literal["right", "wrong", "unknown"]
     tensor: str | None = None
     hypothesis: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the verdict is none of these."""
+        if self.verdict not in ("right", "wrong", "unknown"):
+            raise ValueError(f"a verdict is right, wrong or unknown, not {self.verdict!r}")

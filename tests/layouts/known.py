@@ -27,6 +27,8 @@ class Known:
     accused: str
     what: str
     where: str
+    first: str = ""
+    """Pattern in the name of the first tensor that is accused."""
 
 
 def _tp(draw: Draw) -> int:
@@ -42,6 +44,7 @@ KNOWN: tuple[Known, ...] = (
         "gradients of the rotated key, which all heads share, are of each rank's heads alone, and without sequence "
         "parallelism that of q_layernorm is summed once too often",
         "docs/upstream.md",
+        r"self_attention|input_layernorm",
     ),
     Known(
         "megatron",
@@ -66,6 +69,8 @@ def known(draw: Draw, verdict: Verdict) -> Known | None:
     accused += [f"figure {each.name}" for each in verdict.figures if each.differs]
     for each in KNOWN:
         of_draw = bool(accused) and each.program == draw.program and each.when(draw)
-        if of_draw and all(re.fullmatch(each.accused, name) for name in accused):
+        first = verdict.first
+        is_there = first is None or re.search(each.first, first.entry.name) is not None
+        if of_draw and is_there and all(re.fullmatch(each.accused, name) for name in accused):
             return each
     return None

@@ -140,5 +140,5 @@ def test_a_program_that_is_missing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["layouts", "--program", "torchtitan", "--keep", str(tmp_path)])
-    assert main() == 0
+    assert main() == 1  # nothing has run
     assert "NOT RUN: torchtitan: give --python" in capsys.readouterr().out

@@ -51,15 +51,13 @@ def from_trace(trace: Trace) -> StepBatches | None:
         return None
     replicas, dp_of, notes = _replicas(trace)
     per_rank = 1 + max(batch.micro_batch for batch in trace.batches)
-    found: dict[int, MicroBatchArrays] = {}
-    for number in range(replicas * per_rank):
-        dp, micro_batch = divmod(number, per_rank)
-        parts = [each for each in trace.batches if (dp_of[each.rank], each.micro_batch) == (dp, micro_batch)]
-        if parts:
-            found[number] = _assembled(trace, parts, number)
+    parts: dict[int, list[RecordedBatch]] = {}
+    for batch in trace.batches:
+        parts.setdefault(dp_of[batch.rank] * per_rank + batch.micro_batch, []).append(batch)
+    found = {number: _assembled(trace, parts[number], number) for number in sorted(parts)}
     places = {number: place for place, number in enumerate(found)}
     numbers = {divmod(number, per_rank): place for number, place in places.items()}
-    numbers |= {(dp, LAST): numbers[dp, per_rank - 1] for dp in range(replicas) if (dp, per_rank - 1) in numbers}
+    numbers |= {(dp, LAST): place for (dp, at), place in numbers.items() if at == per_rank - 1}
     whole = len(found) == replicas * per_rank and trace.figures.get("micro_batches", per_rank) == per_rank
     return StepBatches(tuple(found.values()), numbers, per_rank, replicas, whole, dp_of, notes)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,9 +21,12 @@ from megalite.extras.verify.samples_check import SampleFinding, check_samples
 from megalite.extras.verify.saved import open_saved
 from megalite.extras.verify.step_check import check_step, gradients_of
 from megalite.extras.verify.step_quantities import Difference, StepGradients
-from megalite.extras.verify.suspect import Hypothesis
+from megalite.extras.verify.suspect import NOT_EXPLAINED, Hypothesis
 from megalite.extras.verify.trace import Entry, Trace
 from megalite.extras.verify.verdict import Figure, Verdict
+
+_MOST_PARAMETERS = 1 << 28
+"""Size of a network, beside whose trace a figure is explained without being asked for, which needs 24 bytes each."""
 
 
 def verify_metrics(command: Command, checkpoint: Path | None, log: Path, trace: Path | None = None) -> Verdict:
@@ -52,11 +56,25 @@ def with_explained_figures(verdict: Verdict, command: Command, checkpoint: Path 
     batches = from_trace(trace) if wrong and verdict.first is None else None
     if batches is None or not batches.whole:
         return verdict
+    try:
+        return replace(verdict, hypotheses=_explained(command, checkpoint, trace, batches, wrong))
+    except NOT_EXPLAINED as error:
+        return replace(verdict, notes=(*verdict.notes, f"no explanation was looked for: {error!r}"))
+
+
+def _explained(
+    command: Command, checkpoint: Path | None, trace: Trace, batches: StepBatches, wrong: Mapping[str, Printed]
+) -> list[Hypothesis]:
+    """Return what explains figures of a step. Raises DataError if the network is too large to be held whole."""
     start = None if checkpoint is None else open_saved(checkpoint)
     step = 1 if start is None or command.settings.get("finetune") else (start.iteration or 0) + 1
     log = Log(trace.format, [Row(step, wrong, (range(step, step + 1),))])
+    if start is not None:
+        size = sum(math.prod(kind.shape) for kind in start.weights.source.tensors.values())
+        if size > _MOST_PARAMETERS:
+            raise DataError(f"{size:,} parameters with their optimizer are too many to be held at once: give --metrics")
     found = check_metrics(command, log, start, 1, recorded_samples([batches], consumed_before(command, step)))
-    return replace(verdict, hypotheses=_of_figures(found))
+    return _of_figures(found)
 
 
 def _of_figures(found: MetricsCheck) -> list[Hypothesis]:

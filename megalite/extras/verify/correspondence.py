@@ -145,7 +145,7 @@ class Correspondence(Features):
         if entry.place is not None and splits:
             return WeightCounterpart(tensor, split_by(entry.place, entry.shape, tensor.shape), logical)
         contiguous = _contiguous(tensor.shape, coordinates.get("tp", (0, 1)))
-        if shape_after(contiguous, tensor.shape) == entry.shape:
+        if len(tensor.shape) <= 2 and shape_after(contiguous, tensor.shape) == entry.shape:
             return WeightCounterpart(tensor, contiguous, logical)
         raise NoCounterpart(
             f"{entry.name} has shape {list(entry.shape)} on rank {entry.rank}, which is no part of "
@@ -223,7 +223,9 @@ class Correspondence(Features):
         if not name or entry.number > 0:
             which = f"a further {entry.role}" if entry.number else entry.role
             raise NoCounterpart(f"{which} of {entry.name} has no counterpart in this network")
-        if self.program != "megalite" and self.model.depths and (name == LOGITS or name.startswith("prediction.")):
+        # The last tokens of depths are others, in front of labels that do not count: the gradients there are zero.
+        of_depth = name.startswith("prediction.") and entry.role != "output_gradient"
+        if self.program != "megalite" and self.model.depths and (name == LOGITS or of_depth):
             raise NoCounterpart(f"{entry.role} of {entry.name}: depths have it, too, and other tokens")
         if self.program == "megalite" and name in self._of_all_depths:
             raise NoCounterpart(f"{entry.role} of {entry.name} is that of the tokens of all depths together")
@@ -283,8 +285,10 @@ class Correspondence(Features):
         shape, heads = entry.shape, 0 if self._head_norm(name) is None else self.model.head_dim
         if heads and shape[-1] == heads and len(shape) > 2:
             shape, dimensions = (*shape[:-2], shape[-2] * heads), dimensions[:-1]
-        for each in (own, order.chunk(tp[1])[min(tp[0], len(order) - 1)]):  # ours may have all of it on each rank
-            own = each
+        choices = [own]
+        if len(order) % tp[1] == 0:  # ours may have all of it on each rank
+            choices.append(order.view(tp[1], -1)[tp[0]])
+        for own in choices:
             found = fitting(
                 shape, dimensions or self.order, not dimensions, batch, len(places), tp, len(order), len(own)
             )

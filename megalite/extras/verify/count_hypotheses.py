@@ -18,6 +18,9 @@ def counts(suspect: Suspect) -> Iterator[Hypothesis]:
     first = suspect.first
     if first.entry.role == "parameter" or (first.point is not None and not first.point.role.endswith("gradient")):
         return
+    scales = {each["lm_loss"] for each in suspect.recall.walk.multipliers}
+    if len(scales) > 1 or (suspect.size("cp") > 1 and first.point is not None and not _is_last(first.point.module)):
+        return  # the right loss is a mean of means itself; and a rank's tokens depend on those of others
     masks = [torch.from_numpy(each["loss_mask"]) for each in suspect.replay.batches]
     per_rank, ranks = int(suspect.sizes.get("micro-batches", 1)), suspect.size("cp")
     places = [tokens_of((at, ranks), masks[0].shape[1]) for at in range(ranks)]
@@ -34,6 +37,10 @@ def counts(suspect: Suspect) -> Iterator[Hypothesis]:
             tried.append(factors)
             text = f"each {what} divides by the number of its own tokens that count, not by that of the step"
             yield Hypothesis("count", text, suspect.ratio(partial(_expected, suspect, factors)))
+
+
+def _is_last(module: str) -> bool:
+    return module.startswith("head")
 
 
 def _expected(suspect: Suspect, factors: Tensor, judgement: Judgement) -> Tensor:

@@ -19,7 +19,7 @@ from megalite.errors import MegaliteError
 from megalite.extras.verify.alternatives import alternatives
 from megalite.extras.verify.count_hypotheses import counts
 from megalite.extras.verify.cuts import NoCounterpart
-from megalite.extras.verify.judgement import Judgement
+from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.points import HEAD, LOGITS, Point, Values
 from megalite.extras.verify.rounding import Numerics
 from megalite.extras.verify.sum_hypotheses import sums, terms
@@ -138,7 +138,7 @@ class Search(Suspect):
         parameters = (each for each in self.recall.walk.judgements if each.entry.role == "parameter")
         copies = [each for each in parameters if self.recall.logical(each) == logical]
         if any(each.entry.name != self.first.entry.name and not each.differs for each in copies):
-            yield Hypothesis("shards", "this copy of the tied weight has other values than the embedding", 0.0)
+            yield Hypothesis("shards", "this copy of the tied weight has other values than the embedding", LIMIT)
 
     def _cut_in_one(self) -> Iterator[Hypothesis]:
         """Yield that a matrix of several parts, such as gate and value, is cut into contiguous parts of all of it."""
@@ -221,7 +221,7 @@ class Search(Suspect):
         return self.changed(lambda _: values[point].double())
 
     def _rounded(self, values: Tensor, point: Point) -> Hypothesis:
-        """Return that the tensor was computed in bf16: it is as far from the truth as that takes it."""
+        """Return that the tensor is as far from the truth as bf16 would take it, which tells no direction."""
         distances = [each.distance for each in self.group]
         lower = [
             float(
@@ -234,7 +234,7 @@ class Search(Suspect):
         ratio = math.sqrt(sum(d * d for d in distances) / max(sum(e * e for e in lower), 1e-300))
         return Hypothesis(
             "precision",
-            "it was computed in bf16, where the run has more bits",
+            "it is as far off as if it were computed in bf16, where the run has more bits",
             _OF_BF16 * max(ratio, 1.0 / max(ratio, 1e-9)),
         )
 
@@ -259,23 +259,22 @@ def _times(factor: float) -> str:
 def _named(factor: float, sizes: Mapping[str, float]) -> tuple[float, list[str]] | None:
     """Return the exact value of a factor, and what it may stand for; None if it is none that is known."""
     found: dict[float, list[str]] = {}
-    for name, size in sizes.items():
-        if size in (0.0, 1.0):
-            continue
-        for value, text in (
-            (size, f"the number of {name}"),
-            (1.0 / size, f"1 / the number of {name}"),
-            (math.sqrt(size), f"the root of the number of {name}"),
-            (1.0 / math.sqrt(size), f"1 / the root of the number of {name}"),
-        ):
-            found.setdefault(value, []).append(text)
+    numbers = {name: size for name, size in sizes.items() if size not in (0.0, 1.0) and name != "dp"}
+    for of, change in (("", float), ("the root of ", math.sqrt)):  # a root only if nothing simpler fits
+        for name, size in numbers.items():
+            for value, text in (
+                (change(size), f"{of}the number of {name}"),
+                (1.0 / change(size), f"1 / {of}the number of {name}"),
+            ):
+                if not of or value not in found:
+                    found.setdefault(value, []).append(text)
     for value in (2.0, 0.5, -1.0, 0.0):
         found.setdefault(value, [])
     near = [value for value in found if abs(factor - value) <= 0.01 * max(abs(value), 0.01)]
     if not near:
         return None
     best = min(near, key=lambda value: abs(factor - value))
-    return best, found[best]
+    return best, found[best][:3]
 
 
 def _orders(width: int, head: int) -> Iterator[tuple[str, Tensor]]:

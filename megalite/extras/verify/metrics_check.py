@@ -111,8 +111,7 @@ def check_metrics(
         CheckpointError: the checkpoint is of another network, or cannot be read.
     """
     data = open_data_of(command, recorded)
-    made_up = recorded is None and command.config.data.mock_data and command.program != "megalite"
-    made_up |= command.balances_so_far  # the truth takes the choices of the step before
+    reason = _only_rates(command, recorded is not None)
     truth = OneProcess(command, data, start)
     before = 0 if start is None or command.settings.get("finetune") else start.iteration or 0
     rows, updates, notes = _rows_of(log, before, steps)
@@ -125,9 +124,18 @@ def check_metrics(
     windows = {row.step: row.windows[-1] for row in rows}
     schedules = truth.trainer.rates
     known = Known(command, data, start, schedules, exact, before, updates, windows, log.rate_of_next, scale)
-    figures = tuple(each for each in _compared(known, rows, rounded) if each.name == RATE or not made_up)
-    check = MetricsCheck(log.format, figures, notes=(*truth.notes, *notes))
+    figures = tuple(each for each in _compared(known, rows, rounded) if each.name == RATE or not reason)
+    check = MetricsCheck(log.format, figures, notes=(*truth.notes, *notes, *([reason] if reason else [])))
     return check if check.first is None else replace(check, explanations=_explanations(check.first, figures, known))
+
+
+def _only_rates(command: Command, is_recorded: bool) -> str:
+    """Return why only learning rates can be compared; empty if all figures can."""
+    if command.balances_so_far:
+        return "with global_aux_loss Megatron-LM takes the choices of the step so far: of a log only rates are compared"
+    if not is_recorded and command.config.data.mock_data and command.program != "megalite":
+        return "the samples are made up by another program: only rates are compared (--trace gives the samples)"
+    return ""
 
 
 def _rows_of(log: Log, before: int, steps: int) -> tuple[list[Row], list[bool], list[str]]:
@@ -148,7 +156,7 @@ def _rows_of(log: Log, before: int, steps: int) -> tuple[list[Row], list[bool], 
         last = log.rows[-1].step
         raise DataError(
             f"the log has steps {log.rows[0].step} to {last}, none of the {steps} after step {before} that can be "
-            "computed: give the checkpoint before them, or --steps"
+            "computed: give the checkpoint before them"
         )
     return kept, updates, notes
 

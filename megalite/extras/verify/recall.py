@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,6 +30,8 @@ from megalite.model.gpt import GPT
 from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
+_MOST_KEPT = 1 << 30
+"""Bytes of gradients that are kept at most, and those of one micro-batch."""
 SHARED = "shared keys and values"
 """In place of axis tp: only keys and values that several ranks have."""
 
@@ -44,6 +46,7 @@ class Recall:
 
     walk: Walk
     _values: dict[tuple[int, int, bool], tuple[Values, Mapping[str, Tensor]]] = field(default_factory=dict)
+    _gradients: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def replay(self) -> Replay:
@@ -260,14 +263,23 @@ class Recall:
             for number in range(len(self.replay.batches)):
                 if not (multiplier := weight_of(number)):
                     continue
-                terms = None if own is None else (module, *own)
-                found = self._stage(place, number, True, terms, factors, masked or change)[1]
-                for name in weight.logical:
-                    if name in found:
-                        total[name] = total.get(name, torch.zeros(())) + found[name].double() * multiplier
+                key = weight.logical, place, number, tokens, own, tuple(sorted((factors or {}).items())), change
+                if key not in self._gradients:
+                    terms = None if own is None else (module, *own)
+                    found = self._stage(place, number, True, terms, factors, masked or change)[1]
+                    self._keep(key, {name: found[name].double() for name in weight.logical if name in found})
+                for name, gradient in self._gradients[key].items():
+                    total[name] = total.get(name, torch.zeros(())) + gradient * multiplier
         shapes = {name: self.replay.source.tensors[name].shape for name in weight.logical}
         whole = {name: total[name] if name in total else torch.zeros(shapes[name]).double() for name in weight.logical}
         return weight.cut(weight.whole(whole))
+
+    def _keep(self, key: Hashable, gradients: Mapping[str, Tensor]) -> None:
+        """Keep the gradients of a weight of one micro-batch, of which many hypotheses are sums."""
+        kept = (each.nbytes for found in self._gradients.values() for each in found.values())
+        if sum(kept) > _MOST_KEPT:
+            self._gradients.clear()
+        self._gradients[key] = gradients
 
     def places_of(self, logical: str) -> list[int]:
         """Return the stages of the replay that use a weight: two for a tied embedding."""

@@ -29,6 +29,8 @@ _NEAR = 4096
 """Samples before and after those of the step that are searched, and as many from the first one on."""
 _SEEDS = (0, 1, 42, 1234)
 """Seeds that programs have by default."""
+_MOST_SEEDS = 8
+"""Maximum number of ranks of which it is tried whether they have seeds of their own: each may need an index."""
 _FIELDS = ("labels", "loss_mask", "positions", "document_ids")
 _FLAGS: Mapping[str, str] = {
     "eod_mask_loss": "loss_mask",
@@ -363,7 +365,8 @@ class _Search:
     def _of_other_seed(self, others: Sequence[_Row]) -> str:
         """Return the seed with which the samples are those of the step; empty if none is found."""
         own = self.config.training.seed
-        seeds = dict.fromkeys((*(own + row.rank for row in others), own + 1, own - 1, *_SEEDS))
+        ranks = sorted({row.rank for row in others})[:_MOST_SEEDS]
+        seeds = dict.fromkeys((*(own + rank for rank in ranks), own + 1, own - 1, *_SEEDS))
         for seed in seeds:
             if seed == own or seed < 0:
                 continue

@@ -16,6 +16,7 @@ from megalite.extras.verify.recall import SHARED
 from megalite.extras.verify.suspect import Expected, Hypothesis, Suspect
 from megalite.model.gpt import GPT
 
+_MOST_REPLICAS = 16
 _OF_EXPERTS = re.compile(r"\.moe\.(gate_up|up|down)")
 """Logical names of experts' weights."""
 
@@ -107,7 +108,10 @@ def _of_weights(suspect: Suspect) -> _Found:
                 partial(_of_tokens, suspect, axis),
             )
     if suspect.size("tp") > 1:
-        yield "the sum over axis tp is missing: each rank has that of its heads", partial(_own_gradient, suspect)
+        yield (
+            "the sum over axis tp is missing: each rank has that of its heads or features",
+            partial(_own_gradient, suspect),
+        )
     uses = recall.places_of(logical)
     if len(uses) == 2:
         if suspect.size("pp") > 1:
@@ -115,7 +119,7 @@ def _of_weights(suspect: Suspect) -> _Found:
                 "the sum over the first and the last stage is missing: each has that of its own use of the embedding",
                 lambda each: recall.gradient(each, _whole, uses=[int(suspect.place(each, "pp")[0] > 0)]),
             )
-        for replica in range(replicas if replicas > 1 else 0):
+        for replica in range(min(replicas, _MOST_REPLICAS) if replicas > 1 else 0):
             yield (
                 f"of the tied weight, the other stage's use counts for data-parallel rank {replica} alone: it is added "
                 "after the sum over ranks",

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite.errors import MegaliteError
 from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.recall import Recall
 from megalite.extras.verify.replay import Replay
@@ -37,6 +38,9 @@ class Hypothesis:
         return self.ratio <= LIMIT
 
 
+NOT_EXPLAINED = (MegaliteError, ValueError, RuntimeError, LookupError, AssertionError)
+"""Errors of a search for explanations, which a verdict does not need: mistakes that a network cannot make, and files
+that only explanations read."""
 Expected = Callable[[Judgement], Tensor | None]
 """Tensor that a rank would have recorded; None if the hypothesis says nothing of it."""
 

@@ -33,7 +33,7 @@ from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.recall import Recall
 from megalite.extras.verify.replay import Replay
 from megalite.extras.verify.rounding import OTHER_CHOICES, TRUTH, emulations
-from megalite.extras.verify.suspect import Hypothesis
+from megalite.extras.verify.suspect import NOT_EXPLAINED, Hypothesis
 from megalite.extras.verify.trace import OF_MODULES, Entry, Trace
 from megalite.extras.verify.verdict import Figure, Verdict, shown_name
 from megalite.model.head import LossConfig
@@ -44,6 +44,8 @@ _SURE = 3 * LIMIT
 """Ratio from which on an accusation stands. Below it, the tensor is judged again with more orders of summation, since
 of three the root mean square may be small by chance."""
 _MORE_ORDERS = 12
+_MOST_RANKS = 16
+"""Maximum number of ranks whose tensors a hypothesis must explain: each costs a computation."""
 _RETURNS_BIAS = re.compile(r"(^|\.)(linear_proj|linear_fc1|linear_fc2|self_attention|mlp|shared_experts)$")
 """Names of Megatron-LM's modules that return their bias, which what follows adds."""
 
@@ -94,22 +96,37 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
 
     walk, notes = walked(0), [*trace.notes, *found.notes, *command.notes, *opened.notes]
     first = first_difference(walk.judgements)
-    if first is not None and first.ratio < _SURE:
-        few = f"{first.ratio:.3g} times with few orders of summation"
-        notes.append(f"{shown_name(first)} was at {few}: judged again with more")
+    if (doubtful := _doubtful(first, figures(walk, command))) is not None:
+        notes.append(f"{doubtful} times with few orders of summation: judged again with more")
         walk = walked(_MORE_ORDERS)
         first = first_difference(walk.judgements)
     notes += _notes(walk)
+    hypotheses: list[Hypothesis] = []
+    if first is not None:
+        try:
+            hypotheses = explain(walk, first, _sizes(command, found, model))
+        except NOT_EXPLAINED as error:
+            notes.append(f"no explanation was looked for: {error!r}")
     return Verdict(
         walk.judgements,
         first,
         () if first is None else sorted(set(ranks_of(walk.judgements, first))),
-        () if first is None else explain(walk, first, _sizes(command, found, model)),
+        hypotheses,
         figures(walk, command),
         tuple(_same_samples(found)),
         skipped=walk.skipped,
         notes=notes,
     )
+
+
+def _doubtful(first: Judgement | None, figures: Sequence[Figure]) -> str | None:
+    """Return what is accused, and by how much, if a few more orders of summation may explain it."""
+    if first is not None:
+        return f"{shown_name(first)} was at {first.ratio:.3g}" if first.ratio < _SURE else None
+    wrong = next((each for each in figures if each.differs), None)
+    if wrong is None or LIMIT * wrong.ratio >= _SURE:
+        return None
+    return f"{wrong.name} was at {LIMIT * wrong.ratio:.3g}"
 
 
 def _same_samples(batches: StepBatches) -> Iterator[str]:
@@ -147,8 +164,8 @@ def explain(walk: Walk, first: Judgement, sizes: Mapping[str, float]) -> list[Hy
     def key(entry: Entry) -> tuple[str, str, int | None]:
         return entry.name, entry.role, walk.number_of(entry) if entry.role in OF_MODULES else None
 
-    group = [each for each in walk.judgements if key(each.entry) == key(first.entry)]
-    return Search(Recall(walk), group, sizes).run()
+    group = [each for each in walk.judgements if each is not first and key(each.entry) == key(first.entry)]
+    return Search(Recall(walk), [first, *group[: _MOST_RANKS - 1]], sizes).run()
 
 
 def correspondence(trace: Trace, model: ModelConfig) -> Correspondence:

@@ -6,10 +6,8 @@ from unittest import mock
 
 from museum.networks import LLAMA, SIZES
 
-FLAGS = (
-    f"{SIZES} {LLAMA} --bf16 --use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer "
-    "--lr 1e-2 --min-lr 1e-2 --global-batch-size 8"
-)
+REFERENCE = f"{SIZES} {LLAMA} --bf16 --use-distributed-optimizer --lr 1e-2 --min-lr 1e-2 --global-batch-size 8"
+FLAGS = f"{REFERENCE} --optimizer-cpu-offload --use-precision-aware-optimizer"
 RANKS = 2
 
 

@@ -91,8 +91,9 @@ def main() -> None:
     for flag, file in (("--json", arguments.json), ("--page", arguments.page)):
         if file not in (None, "-"):
             require_output(flag, file)
-    found = list(verdicts(arguments))
-    for title, verdict in found:
+    found = []
+    for title, verdict in verdicts(arguments):
+        found.append((title, verdict))
         _show(arguments, title, verdict)
     if arguments.json is not None:
         text = json.dumps({title: verdict.as_json() for title, verdict in found}, indent=1)
