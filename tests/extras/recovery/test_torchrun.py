@@ -155,7 +155,12 @@ SAME_BITS = words("--global-batch-size 12 --eval-iters 0 --lr-decay-style consta
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("spare", [False, True], ids=["elastic", "spare"])
+@pytest.mark.parametrize(
+    "spare",
+    # With spare nodes, torchrun has once not begun another attempt within four minutes, for no known reason.
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["elastic", "spare"],
+)
 def test_a_lost_node_is_not_waited_for_and_torchrun_starts_a_new_one(spare: bool, tmp_path: Path) -> None:
     """torchrun does not notice the loss. For the new node it stops all ranks, and starts them again.
 
