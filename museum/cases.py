@@ -13,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,13 @@ def make_case(entry: Entry, folder: Path, *, wrong: bool) -> None:
     module = {"megatron-core": "museum.megatron", "megalite": "museum.own"}[entry.program]
     python = interpreter() if entry.program == "megatron-core" else sys.executable
     command = [python, "-m", module, str(FOLDER / entry.name / "bug.py"), str(folder), *([] if wrong else ["--right"])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    run_program(command)
+
+
+def run_program(command: Sequence[str], **environment: str) -> None:
+    """Run a command in the project's folder, with more variables. Raises RuntimeError with its output if it fails."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    found = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     if found.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
 

@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def bug(self) -> dict[str, Any]:
-        """What bug.py defines."""
+        """Names that bug.py defines, with their values."""
         return runpy.run_path(str(FOLDER / self.name / "bug.py"), run_name=f"museum.bugs.{self.name}")
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from museum.cases import ROOT
+from museum.cases import run_program
 from museum.entries import Entry
 
 
@@ -24,10 +23,7 @@ def make_instrumented_case(
         (folder / "case.json").write_text(json.dumps({"program": entry.program}))
         return
     command = [interpreter, "-m", "museum.cases", entry.name, str(folder), *([] if wrong else ["--right"])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MUSEUM_INSTRUMENT": module}
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
+    run_program(command, MUSEUM_INSTRUMENT=module)
 
 
 def is_plain(case: Path) -> bool:

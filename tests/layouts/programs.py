@@ -33,19 +33,16 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite_trace import Recorder
+from museum import cases
+from museum.cases import MissingProgram
 from museum.megatron import How, Run
 from museum.plain.settings import Settings
 from museum.trainer import Patches, run
-from tests.environments import ENVIRONMENTS
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.layouts.draws import Draw
 
 MEGATRON, TORCHTITAN = "0.19.2", "torchtitan==0.3.0"
-
-
-class MissingProgram(Exception):
-    """A program is not installed; the message says how it would be."""
 
 
 @dataclass
@@ -69,10 +66,7 @@ def interpreter(program: str, torchtitan: Path | None) -> Path:
         )
     if program != "megatron" or version("megatron-core") == MEGATRON:
         return Path(sys.executable)
-    environment = next(each for each in ENVIRONMENTS if each.name == "megatron")
-    if not environment.is_complete:
-        raise MissingProgram("make oracles NAMES=megatron installs megatron-core")
-    return environment.interpreter
+    return Path(cases.interpreter())
 
 
 def _verified(folder: Path, text: str, checkpoint: Path, trace: Trace, batches: StepBatches | None = None) -> Verdict:

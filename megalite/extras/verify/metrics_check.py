@@ -116,10 +116,14 @@ def check_metrics(
     before = 0 if start is None or command.settings.get("finetune") else start.iteration or 0
     rows, updates, notes = _rows_of(log, before, steps)
     exact = first_steps(truth, updates)
-    rounded = [
-        first_steps(OneProcess(command, data, start, numerics), updates, number or None)
-        for number, numerics in enumerate(emulated(command))
-    ]
+    rounded = (
+        [exact]
+        if reason
+        else [
+            first_steps(OneProcess(command, data, start, numerics), updates, number or None)
+            for number, numerics in enumerate(emulated(command))
+        ]
+    )
     scale = next((row.figures["loss_scale"].value for row in rows if "loss_scale" in row.figures), 1.0)
     windows = {row.step: row.windows[-1] for row in rows}
     schedules = truth.trainer.rates

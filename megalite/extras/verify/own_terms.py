@@ -92,26 +92,15 @@ def _through_block(product: Callable[..., Tensor], block: Tensor) -> Callable[..
     return through
 
 
-def replace_output_gradient(module: nn.Module, gradient: Tensor) -> None:
-    """Have backward go on from a module's output with another gradient."""
-
-    def look(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if first.requires_grad:
-            first.register_hook(lambda _: gradient)
-
-    module.register_forward_hook(look)
-
-
-def mask_outputs(module: nn.Module, mask: Mask) -> None:
-    """Mask the gradient of a module's output, of which its weights get theirs; of a router, that of its logits."""
+def change_output_gradient(module: nn.Module, change: Mask) -> None:
+    """Change the gradient of a module's output, of which its weights get theirs; of a router, that of its logits."""
     if isinstance(module, Router):
         right = module._logits
 
         def logits(hidden: Tensor) -> Tensor:
             found = right(hidden)
             if found.requires_grad:
-                found.register_hook(mask)
+                found.register_hook(change)
             return found
 
         module._logits = logits  # type: ignore[method-assign]
@@ -120,7 +109,7 @@ def mask_outputs(module: nn.Module, mask: Mask) -> None:
     def look(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if first.requires_grad:
-            first.register_hook(mask)
+            first.register_hook(change)
 
     module.register_forward_hook(look)
 

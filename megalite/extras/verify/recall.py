@@ -16,12 +16,11 @@ from megalite.extras.verify.cuts import tokens_of
 from megalite.extras.verify.judgement import Judgement
 from megalite.extras.verify.own_terms import (
     Mask,
+    change_output_gradient,
     keep_inner_features_of_experts,
     kept_features,
     kept_tokens,
     mask_inputs_of_rows,
-    mask_outputs,
-    replace_output_gradient,
 )
 from megalite.extras.verify.points import LOGITS, PRODUCT, Point, Values
 from megalite.extras.verify.replay import Replay
@@ -128,8 +127,8 @@ class Recall:
             left = values[Point(LOGITS, "output_gradient")]
             part = self.walk.correspondence.part_of_rank(LOGITS, index, count)
             weight = torch.cat([each.detach() for each in network.head.output.weights])
-            own_part = (left * _mask(part.rows[LOGITS], left)) @ weight
-            replace_output_gradient(network.head.norm, own_part * network.head.multiplier)
+            own_part = kept_features(part.rows[LOGITS])(left) @ weight * network.head.multiplier
+            change_output_gradient(network.head.norm, lambda _: own_part)
 
     def _keep_own_keys_and_values(self, network: GPT, module: str, own: tuple[str, int, int], number: int) -> None:
         """Have queries get all of their gradient, and keys and values that of a rank's own heads."""
@@ -142,8 +141,8 @@ class Recall:
         stage, point = self.replay.place_of(name), Point(name, "output_gradient")
         whole = self._stage(stage, number, backward=True)[0][point]
         part = self._stage(stage, number, backward=True, own=(module, "tp", *own[1:]))[0][point]
-        mask = _mask(placed, whole)
-        replace_output_gradient(projection, whole * (1.0 - mask) + part * mask)
+        keep = kept_features(placed)
+        change_output_gradient(projection, lambda _: whole - keep(whole) + keep(part))
 
     def expected(
         self,
@@ -187,14 +186,14 @@ class Recall:
         values = self.values(judgement)
         if role == "output" and isinstance(module, RowParallelLinear) and name in part.columns:
             entered = values[Point(name, "input")]
-            return F.linear(entered * _mask(part.columns[name], entered), module.weight.detach())
+            return F.linear(kept_features(part.columns[name])(entered), module.weight.detach())
         if role == "output" and isinstance(module, VocabParallelEmbedding) and name in part.rows:
             tokens = self.replay.micro_batch(self.number_of(judgement.entry)).tokens.t()
             return values[judgement.point] * torch.isin(tokens, part.rows[name]).unsqueeze(-1)
         if role == "input_gradient" and isinstance(module, ColumnParallelLinear) and name in part.rows:
             left = values[Point(name, "output_gradient")]
             weight = torch.cat([each.detach() for each in module.weights])
-            return (left * _mask(part.rows[name], left)) @ weight
+            return kept_features(part.rows[name])(left) @ weight
         return None
 
     def own_points(self, judgement: Judgement, axis: str, place: tuple[int, int]) -> Values:
@@ -299,12 +298,6 @@ def _module(network: GPT, name: str) -> nn.Module | None:
     return dict(network.named_modules()).get(path)
 
 
-def _mask(kept: Tensor, like: Tensor) -> Tensor:
-    mask = torch.zeros(like.shape[-1], dtype=like.dtype)
-    mask[kept] = 1.0
-    return mask
-
-
 def _with_tokens(network: GPT, name: str, tokens: tuple[str, int, int]) -> None:
     """Have a module's weights get the gradient of some tokens alone."""
     axis, index, count = tokens
@@ -315,4 +308,4 @@ def _with_tokens(network: GPT, name: str, tokens: tuple[str, int, int]) -> None:
         return kept_tokens(places)(gradient)
 
     if (module := _module(network, name)) is not None:
-        mask_outputs(module, keep)
+        change_output_gradient(module, keep)

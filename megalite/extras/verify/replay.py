@@ -323,7 +323,7 @@ def keep_freed_memory() -> None:
     """Have the C library of this process, if it is glibc, use freed memory again instead of returning it.
 
     Otherwise each tensor of more than 32 MB gets new pages, whose first use takes longer than most of what is computed
-    with them: a third of the CPU time of a replay.
+    with them: 20 of 42 seconds of a layer of `benchmarks/verify.py`.
     """
     with suppress(OSError, AttributeError):
         of_process = ctypes.CDLL(None)

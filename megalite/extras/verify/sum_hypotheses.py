@@ -17,6 +17,7 @@ from megalite.extras.verify.suspect import Expected, Hypothesis, Suspect
 from megalite.model.gpt import GPT
 
 _MOST_REPLICAS = 16
+"""Maximum number of data-parallel ranks of which each is a hypothesis."""
 _OF_EXPERTS = re.compile(r"\.moe\.(gate_up|up|down)")
 """Logical names of experts' weights."""
 
@@ -97,10 +98,10 @@ def _of_weights(suspect: Suspect) -> _Found:
             ("the last micro-batch is missing", lambda each, at: at % per_rank != per_rank - 1),
             ("the first micro-batch is missing", lambda each, at: at % per_rank != 0),
         ]
+    undivided = [(float(replicas), f", and nothing is divided by {replicas}")] if replicas > 1 else []
     for text, keeps in parts:
-        for scale, how in dict.fromkeys(((1.0, ""), (float(replicas), f", and nothing is divided by {replicas}"))):
-            if scale > 1.0 or not how:
-                yield text + how, partial(_of_micro_batches, suspect, keeps, scale)
+        for scale, how in ((1.0, ""), *undivided):
+            yield text + how, partial(_of_micro_batches, suspect, keeps, scale)
     for axis, words in (("tp", "sequence-parallel ranks (axis tp)"), ("cp", "axis cp")):
         if suspect.size(axis) > 1:
             yield (
