@@ -13,6 +13,9 @@
 # make oracles  environments of other Pythons and torches, kept for all clones; NAMES="oldest newest" makes some of them
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
+# make fuzz-layouts  steps of megalite, megatron-core, transformers, torchtitan and a plain trainer on drawn networks and
+#               layouts, judged by megalite-verify; COUNT=20 of each, PROGRAM="megatron plain" takes some,
+#               TITAN=titan/bin/python is an interpreter that has torchtitan
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
 # make kills    200 kills of ranks at random moments: who is named, how soon all have ended, and that no bit is lost
 # make lint     style, types, the direction of imports, the sizes of rooms, and the links of the documentation
@@ -38,6 +41,9 @@ FILES ?=
 SECONDS ?= 60
 KIND ?=
 SEED ?=
+COUNT ?= 20
+PROGRAM ?=
+TITAN ?=
 REPORT ?=
 
 # Workers, ranks and programs are many processes: without bytecode in files, each of them compiles the same sources again.
@@ -45,7 +51,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .PHONY: setup train check test test-all test-extras test-wide test-bits test-slurm test-report mutants oracles \
-	compile-kernels fuzz flakes kills lint docs
+	compile-kernels fuzz fuzz-layouts flakes kills lint docs
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 # The torch of the whole suite. pyproject.toml has the range, of which `make oracles` tries both ends.
@@ -105,6 +111,7 @@ test-bits: .venv/installed-test
 test-all:
 	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '5.5 test-extras' '5 test-wide $(OF_TURN)' \
 		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
+		'1.5 fuzz-layouts REPORT=1 COUNT=3 SEED=$(COMMIT)' \
 		$(if $(SLURM),'3 test-slurm $(OF_TURN)') $(if $(CHROMIUM),'1.5 test-report $(OF_HALF)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 	@$(if $(CHROMIUM),,echo "NOT RUN: test-report, which needs chromium (.ci/run installs it)")
@@ -131,6 +138,10 @@ fuzz: .venv/installed-test
 	$(PYTEST) --numprocesses=$(WORKERS) --dist=load -m '' tests/fuzz
 	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(REPORT),--report)
+
+fuzz-layouts: .venv/installed-test
+	.venv/bin/python -m tests.layouts --count $(COUNT) $(if $(SEED),--seed $(SEED)) $(if $(PROGRAM),--program $(PROGRAM)) \
+		$(if $(TITAN),--python $(TITAN)) $(if $(REPORT),--report)
 
 flakes: .venv/installed-test
 	.venv/bin/python -m tests.flakes $(FILES)

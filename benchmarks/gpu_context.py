@@ -160,8 +160,8 @@ def _error_of_parts(case: Case, rank: int, device: torch.device) -> float:
         length=length,
     )
     inputs = [each.to(device).requires_grad_() for each in (query, torch.stack([key, value]))]
-    output = _AttentionByParts.apply(*inputs, calls)
-    lse = output.grad_fn.saved_tensors[-1]
+    output = _AttentionByParts.apply(*inputs, None, None, calls)
+    *_, lse, _ = output.grad_fn.saved_tensors
     of_query, of_key_value = torch.autograd.grad(output, inputs, gradient.to(device))
     worst = largest(
         relative(ours.cpu(), exact)
@@ -233,7 +233,8 @@ def time_parts(device: str) -> dict[str, object]:
 
     def by_parts(_: object) -> None:
         for query, of_output, calls in of_ranks:
-            torch.autograd.grad(_AttentionByParts.apply(query, key_value, calls), (query, key_value), of_output)
+            output = _AttentionByParts.apply(query, key_value, None, None, calls)
+            torch.autograd.grad(output, (query, key_value), of_output)
 
     times = time_interleaved([as_whole, by_parts], gradient.device)
     own, parts = (sum(each) for each in times)

@@ -1,11 +1,12 @@
 """Recording a step with sketches (`megalite_trace.py`) beside the same step without: CPU time of one thread.
 
-    python -m benchmarks.trace [--rounds 9] [--vocabulary 8192] [--dtypes float32 bfloat16]
+    python -m benchmarks.trace [--rounds 9] [--vocabulary 8192] [--dtypes float32 bfloat16] [--micro-batches 1 4]
 
-A plain GPT of 4 layers, hidden 1,024, one sample of 512 tokens, AdamW. Recorded are all modules, gradients, and
-parameters before and after. Beside it: sketches of tensors of the same shapes alone, and only reading these once, which
-no record of whole tensors can go below. All in turn, round by round; a figure is the median over rounds of the ratio of
-CPU times, with quartiles.
+A plain GPT of 4 layers, hidden 1,024, AdamW, micro-batches of one sample of 512 tokens. Recorded are all modules,
+gradients, and parameters before and after. These are read three times a step, so that with one micro-batch, of fewer
+tokens than any training has, they are most of the cost. Beside it: sketches of tensors of the same shapes alone, and
+only reading these once, which no record of whole tensors can go below. All in turn, round by round; a figure is the
+median over rounds of the ratio of CPU times, with quartiles.
 """
 
 from __future__ import annotations
@@ -66,18 +67,19 @@ class Model(nn.Module):
         return self.head(self.norm(self.blocks(hidden)))
 
 
-def training_step(model: Model, recorder: Recorder, number: int) -> Step:
+def training_step(model: Model, recorder: Recorder, number: int, micro_batches: int) -> Step:
     """Return a step, which is recorded if its number is chosen."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    data = torch.randint(model.head.out_features, (1, TOKENS + 1))
-    tokens, labels = data[:, :-1], data[:, 1:]
+    data = torch.randint(model.head.out_features, (micro_batches, 1, TOKENS + 1))
 
     def step() -> None:
         optimizer.zero_grad()
         with recorder.step(number):
-            recorder.batch(tokens=tokens, labels=labels)
-            loss = F.cross_entropy(model(tokens).float().flatten(0, 1), labels.flatten())
-            loss.backward()
+            for each in data:
+                tokens, labels = each[:, :-1], each[:, 1:]
+                recorder.batch(tokens=tokens, labels=labels)
+                loss = F.cross_entropy(model(tokens).float().flatten(0, 1), labels.flatten())
+                loss.backward()
             recorder.gradients()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -106,12 +108,15 @@ def over_all(tensors: Sequence[Tensor], *, sketched: bool) -> Step:
     return step
 
 
-def compare(dtype: torch.dtype, vocabulary: int, rounds: int) -> dict[str, list[float]]:
-    """Print and return the ratios for a dtype."""
+def compare(dtype: torch.dtype, vocabulary: int, micro_batches: int, rounds: int) -> dict[str, list[float]]:
+    """Print and return the ratios for a dtype and a number of micro-batches."""
     model = Model(vocabulary).to(dtype)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder(folder, model, {1})
-        steps = {"plain": training_step(model, recorder, 2), "recorded": training_step(model, recorder, 1)}
+        steps = {
+            name: training_step(model, recorder, number, micro_batches)
+            for name, number in (("plain", 2), ("recorded", 1))
+        }
         steps["recorded"]()
         shapes = recorded_shapes(Path(folder))
         size = sum(path.stat().st_size for path in Path(folder).rglob("*.*"))
@@ -125,7 +130,8 @@ def compare(dtype: torch.dtype, vocabulary: int, rounds: int) -> dict[str, list[
         steps |= {"sketches": over_all(tensors, sketched=True), "reading": over_all(tensors, sketched=False)}
         times = measure(steps, rounds, ParallelMesh())
     elements = sum(tensor.numel() for tensor in tensors)
-    print(f"{dtype}: {len(shapes)} tensors of {elements / 1e6:.0f} million elements, {size / 2**20:.1f} MiB of files")
+    recorded = f"{len(shapes)} tensors of {elements / 1e6:.0f} million elements, {size / 2**20:.1f} MiB of files"
+    print(f"{dtype}, {TOKENS * micro_batches:,} tokens a step: {recorded}")
     found = {name: ratios(times, name, "plain") for name in ("recorded", "sketches", "reading")}
     for name, each in found.items():
         print(f"  {name:10} / plain  {quartiles(each)}" + (f"  (goal {GOAL})" if name == "recorded" else ""))
@@ -137,10 +143,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {arguments.rounds} rounds, median [quartiles] of ratios of CPU time")
-    found = {name: compare(getattr(torch, name), arguments.vocabulary, arguments.rounds) for name in arguments.dtypes}
+    found = {
+        f"{name}, {count} micro-batches": compare(getattr(torch, name), arguments.vocabulary, count, arguments.rounds)
+        for name in arguments.dtypes
+        for count in arguments.micro_batches
+    }
     write_results("trace", {"load": os.getloadavg(), "found": found})
 
 

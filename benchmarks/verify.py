@@ -11,6 +11,7 @@ sketches are those of one of the runs in bf16: what they are of changes no cost.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import tempfile
 import time
@@ -29,7 +30,7 @@ from megalite.conversion.opened import logical_tensors
 from megalite.data.loader import MicroBatchArrays
 from megalite.extras.verify.evidence import Sketched
 from megalite.extras.verify.judgement import compare
-from megalite.extras.verify.replay import Gradients, Replay
+from megalite.extras.verify.replay import Gradients, Replay, keep_freed_memory
 from megalite.extras.verify.rounding import TRUTH, emulations
 from megalite.parallel.sharding import Box
 from megalite_trace import sketch
@@ -69,6 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=20)
     layers = parser.parse_args().layers
+    keep_freed_memory()
     model = ModelConfig(
         num_layers=layers,
         hidden_size=HIDDEN,
@@ -103,7 +105,7 @@ def main() -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         replay = Replay(model, weights, "the benchmark", [batch], (TRUTH, *emulations(torch.bfloat16, 1)))
         ratios: list[float] = []
-        began = time.perf_counter()
+        began, began_computing = time.perf_counter(), time.process_time()
         for seen in replay.forward():
             ratios += [compared([values[point] for values in seen.values]) for point in seen.values[0]]
         forward = time.perf_counter() - began
@@ -111,19 +113,19 @@ def main() -> None:
             names = found.values[0]
             chosen = [name for name in names if isinstance(found, Gradients) or name.role.endswith("gradient")]  # type: ignore[union-attr]
             ratios += [compared([values[name] for values in found.values]) for name in chosen]  # type: ignore[index]
-        seconds = time.perf_counter() - began
+        seconds, computing = time.perf_counter() - began, time.process_time() - began_computing
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     parameters = sum(int(np.prod(shape)) for shape in shapes.values())
     count = f"{parameters / 1e9:.2f} billion parameters, {len(ratios):,} tensors compared"
     print(f"{count}, on {torch.get_num_threads()} threads")
+    load = os.getloadavg()
     print(f"{seconds:.0f} s (forward {forward:.0f} s); goal: {MOST_SECONDS} s")
+    print(f"{computing:.0f} s of CPU time, beside a load of {load[1]:.1f}")
     print(
         f"peak memory {peak / 1e9:.1f} GB ({before * 1024 / 1e9:.1f} before it began); goal: {MOST_BYTES / 1e9:.0f} GB"
     )
-    write_results(
-        "verify",
-        {"parameters": parameters, "seconds": seconds, "forward": forward, "peak_bytes": peak, "tensors": len(ratios)},
-    )
+    results = {"parameters": parameters, "seconds": seconds, "forward": forward, "cpu_seconds": computing}
+    write_results("verify", {**results, "peak_bytes": peak, "tensors": len(ratios), "load": load})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 It imports torch, and of megalite the recorder alone. Each place where a real trainer went wrong is a small function of
 its own in museum/plain, and `run(settings, output, patches)` replaces some by wrong ones. DIR gets checkpoint/ (the
-initial weights as Hugging Face's files), checkpoint_next/ (those after the last step), trace/, metrics.jsonl, and
+initial weights as Hugging Face's files), checkpoint_next/ (those after the first step), trace/, metrics.jsonl, and
 command.txt: the command of Megatron-LM that describes the run.
 
 Letters in shapes: b samples, s tokens of this rank, h features. Hidden states are [b, s, h]. Ranks have consecutive
@@ -14,10 +14,13 @@ heads, inner features, tokens of the vocabulary, layers and experts.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +44,7 @@ from museum.plain.gradients import (
     scale_loss,
     synchronize_gradients,
 )
-from museum.plain.network import Stage, name_in_files
+from museum.plain.network import Stage
 from museum.plain.optimizer import Optimizer, clip, warm_up
 from museum.plain.pipeline import (
     Pipe,
@@ -54,7 +57,14 @@ from museum.plain.pipeline import (
 from museum.plain.ranks import Ranks
 from museum.plain.settings import Settings
 from museum.plain.tensor_parallel import vocab_parallel_loss
-from museum.plain.weights import initial_shard, initial_weights, load_weights, whole_weights, write_checkpoint
+from museum.plain.weights import (
+    initial_shard,
+    initial_weight,
+    initial_weights,
+    load_weights,
+    whole_weights,
+    write_checkpoint,
+)
 
 Figures = dict[str, float]
 Patches = Mapping[str, Callable[..., Any]]
@@ -72,7 +82,7 @@ def run(settings: Settings, output: Path | str, patches: Patches | None = None) 
         torch.multiprocessing.ProcessException: a rank failed.
     """
     output, patches = Path(output), patches or {}
-    if unknown := [name for name in patches if not any(hasattr(module, name) for module in _modules())]:
+    if unknown := [name for name in patches if not can_be_replaced(name)]:
         raise ValueError(f"the trainer has no {', '.join(unknown)} to replace")
     output.mkdir(parents=True, exist_ok=True)
     (output / "command.txt").write_text(command_line(settings))
@@ -80,6 +90,11 @@ def run(settings: Settings, output: Path | str, patches: Patches | None = None) 
         arguments = settings, output, patches, f"{meeting}/store"
         start_processes(_rank, arguments, settings.world, start_method="fork")
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def can_be_replaced(name: str) -> bool:
+    """Tell whether the trainer has a function of a name."""
+    return any(hasattr(module, name) for module in _modules())
 
 
 def _modules() -> list[Any]:
@@ -110,10 +125,12 @@ def train(settings: Settings, ranks: Ranks, output: Path) -> None:
     stage = Stage(ranks)
     with torch.no_grad():
         for name, parameter in stage.weights():
-            parameter.copy_(initial_shard(weights[name_in_files(name, settings)], parameter.part, ranks))
+            parameter.copy_(initial_shard(initial_weight(name, weights, settings), parameter.part, ranks))
     optimizer, recorder = Optimizer(stage, ranks), recorder_of(stage, ranks, output)
-    figures = [train_step(stage, optimizer, recorder, ranks, step) for step in range(1, settings.steps + 1)]
-    after = whole_weights(stage, ranks)
+    with instrument(stage, ranks, output):
+        figures = [train_step(stage, optimizer, recorder, ranks, 1)]
+        after = whole_weights(stage, ranks)
+        figures += [train_step(stage, optimizer, recorder, ranks, step) for step in range(2, settings.steps + 1)]
     if ranks.rank == 0:
         write_checkpoint(weights, settings, output / "checkpoint")
         write_checkpoint(after, settings, output / "checkpoint_next")
@@ -166,6 +183,15 @@ def forward_backward(stage: Stage, batches: list[Batch], ranks: Ranks) -> Tensor
                 send_gradient(entered.grad, pipe)
     pipe.finish()
     return total
+
+
+def instrument(stage: Stage, ranks: Ranks, output: Path) -> AbstractContextManager[Any]:
+    """Return the context of the steps that another program asks for, by the module that MUSEUM_INSTRUMENT names."""
+    name = os.environ.get("MUSEUM_INSTRUMENT")
+    found: AbstractContextManager[Any] = (
+        importlib.import_module(name).instrument(stage, ranks, output) if name else nullcontext()
+    )
+    return found
 
 
 def recorder_of(stage: Stage, ranks: Ranks, output: Path) -> Recorder:

@@ -122,8 +122,10 @@ def _context(task: GPTNetworkTask) -> dict[str, object]:
     chunks = cutting.chunks_per_rank or 2
     first = FirstKeys()
     loads = cutting.loads(cutting.layout(length, first), first)
-    busiest = f"the busiest rank computes {max(loads) * len(loads) / sum(loads):.3f} x the mean scores"
-    if task.config.data.reset_attention_mask:
+    busiest = "no layer computes scores"
+    if any(loads):
+        busiest = f"the busiest rank computes {max(loads) * len(loads) / sum(loads):.3f} x the mean scores"
+    if any(loads) and task.config.data.reset_attention_mask:
         busiest += f" without documents; with them, see {BUSIEST} in metrics.jsonl"
     return {
         "context": f"{length // cutting.ranks:,} of {length:,} tokens per rank in {chunks} chunks, by "

@@ -72,7 +72,7 @@ class Experts(nn.Module):
         settings, ranks = self.ranks.settings, self.ranks
         probabilities, chosen, weights = router_probabilities(self.gate(hidden), settings.top_k)
         self.auxiliary = auxiliary_loss(probabilities, chosen, ranks) if settings.auxiliary else None
-        entered, weights = enter_tensor_parallel(hidden, ranks), enter_tensor_parallel(weights, ranks)
+        entered, weights = enter_experts(hidden, ranks), enter_experts(weights, ranks)
         chosen = gather_sequence(chosen, ranks.tp) if settings.sp else chosen
         tokens, chosen = entered.flatten(0, 1), chosen.flatten(0, 1)
         sent = expert_dispatch(tokens, chosen, ranks)
@@ -82,6 +82,11 @@ class Experts(nn.Module):
             results = results.index_copy(0, mine, expert(sent.tokens[mine]))
         combined = expert_combine(results, sent, weights.flatten(0, 1), ranks)
         return leave_tensor_parallel(combined.view_as(entered), ranks)
+
+
+def enter_experts(hidden: Tensor, ranks: Ranks) -> Tensor:
+    """Return the tokens, or the weights of their experts, of all tensor-parallel ranks."""
+    return enter_tensor_parallel(hidden, ranks)
 
 
 def router_probabilities(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,7 @@ class Ranks:
         """Ranks with the same experts."""
         self.key_value = self._group(lambda at: (at["pp"], at["dp"], at["cp"], at["tp"] // shared))
         """Tensor-parallel ranks with the same key-value head."""
-        self.tied = self._group(lambda at: (at["dp"], at["cp"], at["tp"], at["pp"] in ends or at["pp"]))
+        self.tied = self._group(lambda at: (at["dp"], at["cp"], at["tp"], 0 if at["pp"] in ends else at["pp"]))
         """The first and the last stage."""
 
     def place(self, rank: int) -> dict[str, int]:

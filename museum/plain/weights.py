@@ -63,6 +63,11 @@ def load_weights(folder: str) -> dict[str, Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
+def initial_weight(name: str, weights: Mapping[str, Tensor], settings: Settings) -> Tensor:
+    """Return the whole weight that a weight of a stage begins with."""
+    return weights[name_in_files(name, settings)]
+
+
 def initial_shard(whole: Tensor, part: Part, ranks: Ranks) -> Tensor:
     """Return a rank's part of a whole weight."""
     return whole if part.range is None else whole.narrow(*part.range)

@@ -16,6 +16,7 @@ EXTRAS = {
     "pyarrow": "pyarrow",
     "scipy": "scipy",
     "setuptools": "setuptools",
+    "spmd_types": "spmd_types",
     "tiktoken": "tiktoken",
     "tokenizers": "tokenizers",
     "transformers": "transformers",

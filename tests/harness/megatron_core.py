@@ -233,20 +233,13 @@ class Core(nn.Module):
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-@contextlib.contextmanager
-def ready(tensor_parallel_size: int) -> Iterator[None]:
-    """Replace the features of a GPU, of other packages and of other processes that it needs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-        from megatron.core.tensor_parallel import random
-        from megatron.core.transformer import multi_latent_attention
-        from megatron.core.transformer.moe import moe_utils
+def write_in_this_process() -> None:
+    """Let the program write checkpoints in this process, instead of in forked ones."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     results: queue.Queue[Any] = queue.Queue()
 
     def write(transforms: Any, _: bool, rank: int, buckets: Any, results: Any) -> None:
-        """Write in this process, instead of in forked ones."""
         written = {}
         for number, bucket in enumerate(buckets):
             done, count = queue.Queue[Any](), queue.Queue[Any]()
@@ -255,6 +248,22 @@ def ready(tensor_parallel_size: int) -> Iterator[None]:
             written[number] = done.get()[1]
         results.put(written)
 
+    filesystem_async._process_memory = lambda: 0
+    filesystem_async._get_write_results_queue = lambda: results
+    filesystem_async.get_write_results_queue = lambda: results  # its name since 0.19
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+
+
+@contextlib.contextmanager
+def ready(tensor_parallel_size: int) -> Iterator[None]:
+    """Replace the features of a GPU, of other packages and of other processes that it needs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer import multi_latent_attention
+        from megatron.core.transformer.moe import moe_utils
+
     class Tracker:
         fork = staticmethod(lambda *_: contextlib.nullcontext())
         get_states = staticmethod(dict)
@@ -262,10 +271,7 @@ def ready(tensor_parallel_size: int) -> Iterator[None]:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = Tracker(), True
-    filesystem_async._process_memory = lambda: 0
-    filesystem_async._get_write_results_queue = lambda: results
-    filesystem_async.get_write_results_queue = lambda: results  # its name since 0.19
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+    write_in_this_process()
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
     parallel_state.initialize_model_parallel(tensor_parallel_size)

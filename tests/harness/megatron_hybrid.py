@@ -26,13 +26,13 @@ def save(
     model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
 ) -> Tensor:
     """Save a network of random weights as Megatron-LM does, and return its logits."""
-    _stand_in()
+    stand_in()
     return megatron_core.save(model, args, folder, tokens, tensor_parallel_size, form, _build)
 
 
 def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int) -> tuple[Tensor, Any]:
     """Return the logits of a network loaded from a folder, all of whose tensors it must use, and the rest of it."""
-    _stand_in()
+    stand_in()
     return megatron_core.load(model, folder, tokens, tensor_parallel_size, _build)
 
 
@@ -44,7 +44,7 @@ def depths(
     The network is loaded from a folder, all of whose tensors it must use; or, with the arguments of a run, saved there
     as `save` does.
     """
-    _stand_in()
+    stand_in()
     found: list[Tensor] = []
 
     def build(*arguments: Any) -> Any:
@@ -91,14 +91,17 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names) -> Any:
     of_depths = f"/{model.mtp_hybrid_override_pattern}" * model.depths
     return HybridModel(
         config,
-        _stack(names == "transformer engine", model),
+        stack(names == "transformer engine", model),
         hybrid_layer_pattern=f"{model.hybrid_layer_pattern}{of_depths}",
         **network_options(model, tensor_parallel_size),
     )
 
 
-def _stack(fused_names: bool, model: ModelConfig) -> Any:
-    """Return the kinds of layers, as `hybrid_layer_specs` has them, without Transformer Engine."""
+def stack(fused_names: bool, model: Any) -> Any:
+    """Return the kinds of layers, as `hybrid_layer_specs` has them, without Transformer Engine.
+
+    `model`: has qk_layernorm, q_lora_rank and num_experts.
+    """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -217,7 +220,7 @@ def _stack(fused_names: bool, model: ModelConfig) -> Any:
 # ------------------------------------------------------------------------------------------------ instead of packages
 
 
-def _stand_in() -> None:
+def stand_in() -> None:
     """Let the packages be found that Mamba-2 and gated delta nets are imported with."""
     _package("mamba_ssm.ops.triton.layernorm_gated", RMSNorm=GatedNorm)
     _package("mamba_ssm.ops.triton.ssd_combined", mamba_split_conv1d_scan_combined=scan, mamba_chunk_scan_combined=None)

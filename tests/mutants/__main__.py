@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from tests.harness.turn import Turn
 from tests.mutants import FILES, ROOT, Mutant, mutants_of
 
-FOLDERS = ("megalite", "kernels", "tests", "benchmarks", "tools", "examples", "slurm", "docs")
+FOLDERS = ("megalite", "kernels", "tests", "benchmarks", "tools", "examples", "slurm", "docs", "museum")
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 600  # time limit for the tests that one mutant must fail; hypothesis also shrinks what fails
 OPTIONS = ("-x", "-m", "", "-p", "no:cacheprovider")  # whatever the marks of the tests

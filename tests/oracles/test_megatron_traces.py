@@ -11,8 +11,8 @@ from torch import Tensor
 from megalite.extras.verify.evidence import Whole
 from megalite.extras.verify.readers.reading import read_trace
 from megalite.extras.verify.trace import Trace
+from museum.megatron import Run
 from tests.harness.rank_pool import RankPools
-from tests.oracles.traces import Run
 
 pytestmark = pytest.mark.oracle
 

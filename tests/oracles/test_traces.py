@@ -17,35 +17,19 @@ from megalite.extras.verify.saved import open_saved
 from megalite.extras.verify.trace import Trace
 from megalite.extras.verify.verdict import RIGHT, WRONG, Verdict
 from megalite.extras.verify.verification import verify
+from museum.megatron import How, Run, Within
+from museum.networks import CP, EXPERTS, LATENTS, LLAMA, PP, ROTARY, SIZES, SP, TP
 from tests.harness.rank_pool import RankPools
-from tests.oracles.traces import How, Run, Within
 
 pytestmark = pytest.mark.oracle
 
-SIZES = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--vocab-size 60 --make-vocab-size-divisible-by 8 --micro-batch-size 2 "
-)
-ROPE = "--position-embedding-type rope "
-LLAMA = (
-    f"--swiglu --normalization RMSNorm {ROPE} --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--group-query-attention --num-query-groups 2 "
-)
-EXPERTS = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-LATENT = (
-    f"--swiglu --normalization RMSNorm {ROPE} --rope-type rope --disable-bias-linear --qk-layernorm "
-    "--untie-embeddings-and-output-weights --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 10 --qk-head-dim 6 "
-    "--qk-pos-emb-head-dim 4 --v-head-dim 8 "
-)
-TP, PP, CP = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 ", "--context-parallel-size 2 "
-SP = f"{TP} --sequence-parallel "
 CASES: dict[str, tuple[int, bool, str]] = {
     "gpt2, tp and sp": (2, False, f"{SP} --global-batch-size 4"),
     "qwen3, tp, masked": (2, True, f"{LLAMA} --qk-layernorm {TP} --bf16 --global-batch-size 4"),
-    "biases, tied, pp": (2, False, f"{ROPE} --add-qkv-bias {PP} --global-batch-size 6 --calculate-per-token-loss"),
+    "biases, tied, pp": (2, False, f"{ROTARY} --add-qkv-bias {PP} --global-batch-size 6 --calculate-per-token-loss"),
     "llama, zero, masked": (2, True, f"{LLAMA} --use-distributed-optimizer --bf16 --global-batch-size 8"),
     "llama, cp, masked": (2, True, f"{LLAMA} {CP} --global-batch-size 4"),
-    "latents": (2, False, f"{LATENT} {PP} --global-batch-size 4"),
+    "latents": (2, False, f"{LATENTS} {PP} --global-batch-size 4"),
     "experts, ep": (2, False, f"{EXPERTS} --expert-model-parallel-size 2 --moe-router-load-balancing-type aux_loss "
         "--moe-aux-loss-coeff 1e-1 --moe-shared-expert-intermediate-size 24 --global-batch-size 8"),
     "experts, tp, pp": (4, True, f"{EXPERTS} {SP} {PP} --moe-router-load-balancing-type none --global-batch-size 4"),

@@ -93,6 +93,9 @@ def test_a_rank_has_its_share_of_tokens_and_of_scores() -> None:
     assert context_line(Cutting(4, 1), "--cp 4") == (
         "1,024 of 4,096 tokens per rank in 2 chunks, by p2p; the busiest rank computes 1.000 x the mean scores"
     )
+    # A network of recurrent layers and MLPs, with documents.
+    recurrent = Cutting(4, 1, layers={})
+    assert context_line(recurrent, "--cp 4 --reset-attention-mask").endswith("by p2p; no layer computes scores")
     ways = "--cp-comm-type p2p all_gather p2p all_gather"
     assert "in 2 chunks, by p2p, all_gather;" in context_line(Cutting(4, 1), f"--cp 4 {ways}")
     documents = "--reset-attention-mask --cp-balance documents"

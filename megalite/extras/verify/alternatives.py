@@ -12,11 +12,14 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.config.activations import ACTIVATIONS, FLAGS
+from megalite.extras.verify.cuts import tokens_of
 from megalite.model.attention import Attention
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import MicroBatch, first_visible
 from megalite.model.gpt import GPT
 from megalite.model.norm import LayerNorm
+from megalite.model.router import Router
+from megalite.parallel.linear import RowParallelLinear
 from megalite_kernels.attention import dense_mask
 
 
@@ -88,6 +91,12 @@ def _positions(model: ModelConfig, batch: MicroBatch) -> Iterator[Alternative]:
                 f"each of {ranks} ranks counts the positions of its own part from 0",
                 batch=partial(_with_positions, change=partial(torch.remainder, other=length // ranks)),
             )
+        if length % (2 * ranks) == 0:
+            yield Alternative(
+                "position",
+                f"each of {ranks} context-parallel ranks counts the positions of its two chunks from 0 on",
+                batch=partial(_with_positions, change=partial(_counted_in_chunks, ranks=ranks)),
+            )
 
 
 def _with_positions(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
@@ -96,6 +105,15 @@ def _with_positions(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> Mi
 
 def _shifted(positions: Tensor, by: int) -> Tensor:
     return (positions + by).clamp(min=0)
+
+
+def _counted_in_chunks(positions: Tensor, ranks: int) -> Tensor:
+    """Return the places of tokens among those of their context-parallel rank, which has a chunk from each end."""
+    length = positions.shape[-1]
+    found = torch.empty(length, dtype=positions.dtype)
+    for rank in range(ranks):
+        found[tokens_of((rank, ranks), length)] = torch.arange(length // ranks, dtype=positions.dtype)
+    return found.expand_as(positions)
 
 
 def _starts(batch: MicroBatch) -> Tensor:
@@ -167,6 +185,10 @@ def _networks(model: ModelConfig) -> Iterator[Alternative]:
             {"rotary_interleaved": not model.rotary_interleaved},
         )
         yield Alternative("position", "queries and keys are not rotated", {"no_rope_freq": _all_layers(model)})
+        if model.position_embedding_type == "yarn":
+            yield Alternative(
+                "position", "angles and scores are those without YaRN", {"position_embedding_type": "rope"}
+            )
         if model.use_rope_scaling:
             yield Alternative("position", "rotary frequencies are not scaled", {"use_rope_scaling": False})
         if model.rotary_seq_len_interpolation_factor not in (None, 1.0):
@@ -213,9 +235,16 @@ def _routers(model: ModelConfig) -> Iterator[Alternative]:
         yield Alternative("scale", "weights of experts are not scaled", {"moe_router_topk_scaling_factor": None})
     if model.moe_router_enable_expert_bias:
         yield Alternative("missing", "routers choose without the bias of experts", change=_without_expert_bias)
+    yield Alternative("missing", "routers get no gradient from the weights of experts", change=_detached_weights)
     for count in (model.moe_router_topk - 1, model.moe_router_topk + 1):
         if 1 <= count <= (model.num_experts or 0):
             yield Alternative("missing", f"routers choose {count} experts", {"moe_router_topk": count})
+
+
+def _detached_weights(network: GPT) -> None:
+    for module in network.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, found: found._replace(weights=found.weights.detach()))
 
 
 def _without_expert_bias(network: GPT) -> None:
@@ -246,6 +275,12 @@ def _weights(model: ModelConfig) -> Iterator[Alternative]:
     """Yield stages with changed weights or scales: no biases, gate and value exchanged, another scale of scores."""
     if model.add_bias_linear or model.add_qkv_bias:
         yield Alternative("missing", "biases are left out", change=_without_biases)
+        for ranks in (2, 4, 8):
+            yield Alternative(
+                "sum",
+                f"biases of row-parallel layers are added {ranks} times, once by each rank",
+                change=partial(_added, ranks),
+            )
     if model.activation.gated:
         yield Alternative("layout", "gate and value are exchanged", change=_exchanged)
     for power, text in (
@@ -254,6 +289,13 @@ def _weights(model: ModelConfig) -> Iterator[Alternative]:
         (0.25, "are divided by its 4th root"),
     ):
         yield Alternative("scale", f"scores of attention {text}", change=partial(_rescale, power=power))
+
+
+def _added(ranks: int, network: GPT) -> None:
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, RowParallelLinear) and module.bias is not None:
+                module.bias.mul_(ranks)
 
 
 def _without_biases(network: GPT) -> None:

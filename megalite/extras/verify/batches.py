@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.sampler import equal_deal
 from megalite.errors import DataError
@@ -50,15 +51,13 @@ def from_trace(trace: Trace) -> StepBatches | None:
         return None
     replicas, dp_of, notes = _replicas(trace)
     per_rank = 1 + max(batch.micro_batch for batch in trace.batches)
-    found: dict[int, MicroBatchArrays] = {}
-    for number in range(replicas * per_rank):
-        dp, micro_batch = divmod(number, per_rank)
-        parts = [each for each in trace.batches if (dp_of[each.rank], each.micro_batch) == (dp, micro_batch)]
-        if parts:
-            found[number] = _assembled(trace, parts, number)
+    parts: dict[int, list[RecordedBatch]] = {}
+    for batch in trace.batches:
+        parts.setdefault(dp_of[batch.rank] * per_rank + batch.micro_batch, []).append(batch)
+    found = {number: _assembled(trace, parts[number], number) for number in sorted(parts)}
     places = {number: place for place, number in enumerate(found)}
     numbers = {divmod(number, per_rank): place for number, place in places.items()}
-    numbers |= {(dp, LAST): numbers[dp, per_rank - 1] for dp in range(replicas) if (dp, per_rank - 1) in numbers}
+    numbers |= {(dp, LAST): place for (dp, at), place in numbers.items() if at == per_rank - 1}
     whole = len(found) == replicas * per_rank and trace.figures.get("micro_batches", per_rank) == per_rank
     return StepBatches(tuple(found.values()), numbers, per_rank, replicas, whole, dp_of, notes)
 
@@ -125,6 +124,51 @@ def _assembled(trace: Trace, parts: Iterable[RecordedBatch], number: int) -> Mic
 
 def _array(values: Tensor, dtype: type) -> np.ndarray:
     return np.ascontiguousarray(values.numpy().astype(dtype))
+
+
+@dataclass(frozen=True)
+class RecordedSamples:
+    """Dataset of the samples that a run has consumed in recorded steps, by their numbers in the run.
+
+    Attributes:
+        first: number of the first one.
+        rows: their fields.
+    """
+
+    first: int
+    rows: Sequence[SampleFields]
+
+    def __len__(self) -> int:
+        return self.first + len(self.rows)
+
+    def __getitem__(self, sample: int) -> SampleFields:
+        """Return the fields of a sample. Raises IndexError if it is of no recorded step."""
+        if not self.first <= sample < len(self):
+            raise IndexError(f"sample {sample} is of no recorded step")
+        return self.rows[sample - self.first]
+
+
+def recorded_samples(steps: Iterable[StepBatches], first: int) -> RecordedSamples:
+    """Return the samples of consecutive steps, of which the first one begins at sample `first`."""
+    rows: list[SampleFields] = []
+    for step in steps:
+        for number in range(step.per_rank):  # in the order in which samples are dealt to data-parallel ranks
+            for replica in range(step.replicas):
+                rows += _rows(step.arrays[step.numbers[replica, number]])
+    return RecordedSamples(first, rows)
+
+
+def _rows(arrays: MicroBatchArrays) -> Iterator[SampleFields]:
+    for row in range(len(arrays["tokens"])):
+        documents, padding = arrays["document_ids"], arrays["padding"]
+        yield SampleFields(
+            tokens=arrays["tokens"][row],
+            labels=arrays["labels"][row],
+            loss_mask=arrays["loss_mask"][row].astype(np.float32),
+            positions=arrays["positions"][row],
+            document_ids=None if documents is None else documents[row],
+            padding=None if padding is None else padding[row],
+        )
 
 
 def consumed_before(command: Command, step: int) -> int:

@@ -30,10 +30,13 @@ from megalite.errors import ConfigurationError
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.source import translate, translate_command
 from megalite.extras.verify.saved import open_saved
+from megalite.model.router import BALANCING_LOSSES, Z_LOSS
 from megalite.parallel.mesh import ParallelMesh
 
 Program = Literal["megalite", "megatron"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+OF_ROUTERS = frozenset({Z_LOSS, *(each.name for each in BALANCING_LOSSES.values())})
+"""Names of the terms of the loss that routers give, which Megatron-LM may scale by other counts than the main one."""
 _WITHOUT_NUMBERS: Mapping[str, Any] = {
     "checkpoint": CheckpointConfig(),
     "logging": LoggingConfig(report=False),
@@ -111,6 +114,11 @@ class Command:
         }
         axes["dp"] = self.world_size // (axes["tp"] * axes["pp"] * axes["cp"])
         return axes | {"edp": self.world_size // (axes["ep"] * axes["etp"] * axes["pp"])}
+
+    @property
+    def balances_so_far(self) -> bool:
+        """True if the balancing loss of the global batch takes the choices of the step so far, as in Megatron-LM."""
+        return self.program == "megatron" and "global_aux_loss" in self.config.model.moe_router_load_balancing_type
 
     def coordinates(self, rank: int) -> dict[str, tuple[int, int]]:
         """Return the place of a rank on each axis, and the axis's number of ranks; empty if there is no such rank."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.tensors import Source
 from megalite.extras.verify.batches import StepBatches
+from megalite.extras.verify.command import OF_ROUTERS
 from megalite.extras.verify.correspondence import Correspondence, Counterpart, WeightCounterpart
 from megalite.extras.verify.cuts import NoCounterpart
 from megalite.extras.verify.judgement import Judgement, compare
@@ -33,13 +34,13 @@ class Convention:
         name: for messages.
         factors: factor of each micro-batch's sum of token losses in the loss of the step.
         of_modules: factor of gradients within backward, relative to those of the step.
-        of_others: factor of the other terms of the loss, such as those of routers.
+        of_routers: factor of the terms of routers in the loss.
     """
 
     name: str
     factors: tuple[float, ...]
     of_modules: float = 1.0
-    of_others: float = 1.0
+    of_routers: float = 1.0
 
 
 @dataclass
@@ -213,8 +214,8 @@ class Walk:
         terms = self.replay.terms
         batches = [self.replay.micro_batch(number) for number in range(len(self.replay.batches))]
         counts = {term.name: sum(float(term.count(each)) for each in batches) for term in terms}
-        weight = convention.of_others
-        others = {term.name: weight * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+        others = {term.name: term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+        others |= {name: others[name] * convention.of_routers for name in OF_ROUTERS & others.keys()}
         return [others | {"lm_loss": factor} for factor in convention.factors]
 
     def _count_rest(

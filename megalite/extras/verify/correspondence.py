@@ -46,6 +46,8 @@ _OF_EXPERT = re.compile(
 """Names of Megatron-LM's weights of one expert, by its number among those of the rank."""
 _WITHIN_EXPERTS = re.compile(r"\.experts(\.|$)")
 """Text in the names of experts and of what is in them: which tokens these get, in which order, is the layout's."""
+_FURTHER_WORDS = "prediction.embedding.word"
+"""Our embedding of the inputs of depths that predict further tokens."""
 _HEAD_NORM = re.compile(r"layers\.\d+\.attention\.(query|key)_norm")
 """Our norms of queries and keys, which see [sequence, batch, heads, width of a head]."""
 _SHARES_INPUT = re.compile(r"layers\.\d+\.(mlp\.shared_experts(\.up)?|mlp\.router|attention\.(of_input|down))")
@@ -142,6 +144,9 @@ class Correspondence(Features):
             return WeightCounterpart(tensor, cut, logical)
         if entry.place is not None and splits:
             return WeightCounterpart(tensor, split_by(entry.place, entry.shape, tensor.shape), logical)
+        contiguous = _contiguous(tensor.shape, coordinates.get("tp", (0, 1)))
+        if len(tensor.shape) <= 2 and shape_after(contiguous, tensor.shape) == entry.shape:
+            return WeightCounterpart(tensor, contiguous, logical)
         raise NoCounterpart(
             f"{entry.name} has shape {list(entry.shape)} on rank {entry.rank}, which is no part of "
             f"{list(tensor.shape)} that is known"
@@ -218,6 +223,12 @@ class Correspondence(Features):
         if not name or entry.number > 0:
             which = f"a further {entry.role}" if entry.number else entry.role
             raise NoCounterpart(f"{which} of {entry.name} has no counterpart in this network")
+        # The last tokens of depths are others, in front of labels that do not count: the gradients there are zero.
+        of_depth = name.startswith("prediction.") and entry.role != "output_gradient"
+        if self.program != "megalite" and self.model.depths and (name == LOGITS or of_depth):
+            raise NoCounterpart(f"{entry.role} of {entry.name}: depths have it, too, and other tokens")
+        if self.program == "megalite" and name in self._of_all_depths:
+            raise NoCounterpart(f"{entry.role} of {entry.name} is that of the tokens of all depths together")
         if entry.place is not None and entry.place.partial:
             axes = ", ".join(entry.place.partial)
             raise NoCounterpart(f"{entry.role} of {entry.name} is one term of a sum over axis {axes}")
@@ -249,6 +260,13 @@ class Correspondence(Features):
             return False
         return module.rows is None or len(module.rows) == self._features(module.outputs, "output")
 
+    @cached_property
+    def _of_all_depths(self) -> frozenset[str]:
+        """Names of our modules that take the tokens of several depths at once, of which ranks have parts of each."""
+        if not self.model.depths:
+            return frozenset()
+        return frozenset({_FURTHER_WORDS} if self.model.mtp_detach_heads else {_FURTHER_WORDS, LOGITS})
+
     def _cut(
         self,
         entry: Entry,
@@ -267,7 +285,15 @@ class Correspondence(Features):
         shape, heads = entry.shape, 0 if self._head_norm(name) is None else self.model.head_dim
         if heads and shape[-1] == heads and len(shape) > 2:
             shape, dimensions = (*shape[:-2], shape[-2] * heads), dimensions[:-1]
-        found = fitting(shape, dimensions or self.order, not dimensions, batch, len(places), tp, len(order), len(own))
+        choices = [own]
+        if len(order) % tp[1] == 0:  # ours may have all of it on each rank
+            choices.append(order.view(tp[1], -1)[tp[0]])
+        for own in choices:
+            found = fitting(
+                shape, dimensions or self.order, not dimensions, batch, len(places), tp, len(order), len(own)
+            )
+            if found is not None:
+                break
         if found is None:
             raise NoCounterpart(
                 f"{entry.role} of {entry.name} has shape {list(entry.shape)} on rank {entry.rank}, which is no part of "
@@ -335,7 +361,7 @@ class Correspondence(Features):
             if name in found:
                 found[name] = replace(found[name], inputs=norm, columns=None)
         for name, ours in inside.items():
-            if name not in found and (path := _common(ours)):
+            if name not in found and (path := _common(ours)) and not _is_part_of_layer(name, path):
                 norms = [norm for each, norm in fused.items() if each.startswith(f"{name}.")]
                 enters = norms[0] if norms and re.fullmatch(r"layers\.\d+\.\w+", path) else path
                 found[name] = _Module(enters, path)
@@ -381,6 +407,19 @@ class Correspondence(Features):
                     modules[parent] = replace(modules[parent], inputs=linear, columns=columns)
                 parent = parent.rpartition(".")[0]
         self.__dict__["_modules"] = modules
+
+
+def _contiguous(shape: Sequence[int], tp: tuple[int, int]) -> Cut:
+    """Return the cut of rows in a row for a rank, of a matrix that each of our ranks has whole."""
+    return lambda whole: whole.chunk(tp[1])[tp[0]] if shape and shape[0] % tp[1] == 0 else whole
+
+
+def _is_part_of_layer(name: str, path: str) -> bool:
+    """Tell whether a layer of the program, with its norm and residual, has the weights of a part of a layer of ours.
+
+    So it is with --hybrid-layer-pattern, where a mixer is a layer, and an MLP another one.
+    """
+    return re.search(r"\.\d+$", name) is not None and re.fullmatch(r"layers\.\d+\..+", path) is not None
 
 
 def _common(names: set[str]) -> str:

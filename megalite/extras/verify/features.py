@@ -67,6 +67,11 @@ class Features:
         """Return the module of ours that uses a logical tensor."""
         return self._placed[logical].module
 
+    def rows_of(self, logical: str) -> Tensor | None:
+        """Return our output features that a logical tensor gives; None if the network has no such tensor."""
+        placed = self._placed.get(logical)
+        return None if placed is None else placed.rows.unique()
+
     def features(self, module: str) -> tuple[int, int]:
         """Return the numbers of input and output features of a module of ours."""
         return self._features(module, "input"), self._features(module, "output")

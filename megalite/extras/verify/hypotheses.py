@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,97 +17,43 @@ from torch import Tensor
 
 from megalite.errors import MegaliteError
 from megalite.extras.verify.alternatives import alternatives
+from megalite.extras.verify.count_hypotheses import counts
 from megalite.extras.verify.cuts import NoCounterpart
 from megalite.extras.verify.judgement import LIMIT, Judgement
-from megalite.extras.verify.points import Point, Values
-from megalite.extras.verify.recall import Recall
+from megalite.extras.verify.points import HEAD, LOGITS, Point, Values
 from megalite.extras.verify.rounding import Numerics
+from megalite.extras.verify.sum_hypotheses import sums, terms
+from megalite.extras.verify.suspect import Hypothesis, Suspect
 from megalite.extras.verify.trace import OF_MODULES, Entry
 
-_RANKS = {"factor": 0, "some factor": 2, "precision": 3, "count": 2}
+_RANKS = {"factor": 0, "some factor": 2, "precision": 4, "own factors": 3}
 """Places of the kinds of hypotheses among those that explain: what says more comes first. The others are at 1."""
+_OF_BF16 = 1.6
+"""Ratio of what was computed in bf16 exactly as far from the truth as here: it explains 0.4 to 2.5 times as much."""
 _MOST_CHANGES = 16
 """Maximum number of other ranks that one rank's tensor is compared with."""
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """Explanation of what was recorded.
-
-    Attributes:
-        kind: its class: factor, sum, shards, layout, mask, position, epsilon, scale, missing, precision, stale, count.
-        text: what the program seems to have computed.
-        ratio: what is left of the distance, as a multiple of what rounding explains.
-        factor: the factor, of a hypothesis of this kind.
-    """
-
-    kind: str
-    text: str
-    ratio: float
-    factor: float | None = None
-
-    @property
-    def explains(self) -> bool:
-        """True if no more than rounding is left."""
-        return self.ratio <= LIMIT
-
-
-Expected = Callable[[Judgement], Tensor | None]
-"""Tensor that a rank would have recorded; None if the hypothesis says nothing of it."""
-
-
-@dataclass
-class Search:
-    """Search for the explanation of one tensor.
-
-    Attributes:
-        recall: computes what the walk has compared again.
-        group: the judgements of the tensor, one of each rank that has recorded it.
-        sizes: sizes of axes, and other numbers that a factor may be, by name.
-    """
-
-    recall: Recall
-    group: Sequence[Judgement]
-    sizes: Mapping[str, float]
+class Search(Suspect):
+    """Search for the explanation of one tensor."""
 
     def run(self) -> list[Hypothesis]:
         """Return the hypotheses, the best first: those that explain, by what they say, then by what is left."""
-        found = [*self._factors(), *self._shards(), *self._others()]
-        before = self._ratio(self._truth)
+        found = [*self._factors(), *counts(self), *self._shards(), *self._others()]
+        before = self.ratio(self.truth)
         kept = [each for each in found if each.explains or each.ratio < 0.5 * before]
         return sorted(kept, key=lambda each: (not each.explains, _RANKS.get(each.kind, 1), each.ratio))
-
-    # -------------------------------------------------------------------------------------------- measures
-
-    def _ratio(self, expected: Expected) -> float:
-        """Return what is left of the distance on all ranks together, as a multiple of what rounding explains."""
-        left, rounding = 0.0, 0.0
-        for judgement in self.group:
-            tensor = expected(judgement)
-            if tensor is None:
-                return math.inf
-            scale = float(torch.linalg.vector_norm(tensor)) / judgement.norm if judgement.norm else 1.0
-            left += judgement.entry.read().distance(tensor.double()) ** 2
-            rounding += (judgement.rounding * max(scale, 0.1)) ** 2
-        return math.sqrt(left / rounding) if rounding else math.inf if left else 0.0
-
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> float:
-        """Return what is left if the point was changed in this way."""
-        return self._ratio(partial(self.recall.expected, change=change))
-
-    def _truth(self, judgement: Judgement) -> Tensor:
-        return self.recall.expected(judgement)
 
     # -------------------------------------------------------------------------------------------- factors
 
     def _factors(self) -> Iterator[Hypothesis]:
         """Yield a factor that all ranks have, and factors that each rank has by itself."""
-        found = [judgement.entry.read().factor(self._truth(judgement)) for judgement in self.group]
+        found = [judgement.entry.read().factor(self.truth(judgement)) for judgement in self.group]
         if any(each is None or not math.isfinite(each) for each in found):
             return
         factors = [each for each in found if each is not None]
         mean = sum(factors) / len(factors)
-        ratio = self._ratio(lambda judgement: self._truth(judgement) * mean)
+        ratio = self.ratio(lambda judgement: self.truth(judgement) * mean)
         named = _named(mean, self.sizes)
         exact = named[0] if named else mean
         if abs(mean - 1.0) > 1e-3:
@@ -116,37 +62,36 @@ class Search:
             yield Hypothesis("factor" if named else "some factor", text, ratio, exact)
         if len(factors) > 1 and max(factors) - min(factors) > 1e-3 * abs(mean):
             own = dict(zip((id(each) for each in self.group), factors, strict=True))
-            ratio = self._ratio(lambda judgement: self._truth(judgement) * own[id(judgement)])
+            ratio = self.ratio(lambda judgement: self.truth(judgement) * own[id(judgement)])
             shown = ", ".join(f"rank {each.entry.rank} x {own[id(each)]:.4g}" for each in self.group[:8])
-            yield Hypothesis("count", f"each rank has a factor of its own, as by a count taken locally: {shown}", ratio)
+            yield Hypothesis(
+                "own factors", f"each rank has a factor of its own, as by a count taken locally: {shown}", ratio
+            )
 
     # -------------------------------------------------------------------------------------------- shards
 
     def _shards(self) -> Iterator[Hypothesis]:
         """Yield that ranks have the parts of others, and that all have the same part."""
         for axis in ("tp", "cp", "ep"):
-            count = max(self._place(each, axis)[1] for each in self.group)
+            count = max(self.place(each, axis)[1] for each in self.group)
             if not 1 < count <= _MOST_CHANGES:
                 continue
             for shift in range(1, count):
                 yield Hypothesis(
                     "shards",
                     f"ranks on axis {axis} have the parts of others, {shift} further",
-                    self._ratio(partial(self._moved, axis=axis, shift=shift)),
+                    self.ratio(partial(self._moved, axis=axis, shift=shift)),
                 )
             for same in range(count):
                 yield Hypothesis(
                     "shards",
                     f"all ranks on axis {axis} have the same part, that of rank {same}",
-                    self._ratio(partial(self._moved, axis=axis, same=same)),
+                    self.ratio(partial(self._moved, axis=axis, same=same)),
                 )
-
-    def _place(self, judgement: Judgement, axis: str) -> tuple[int, int]:
-        return self.recall.trace.coordinates.get(judgement.entry.rank, {}).get(axis, (0, 1))
 
     def _moved(self, judgement: Judgement, axis: str, shift: int = 0, same: int | None = None) -> Tensor | None:
         """Return the part of the rank that is `shift` places further on an axis, or at the place `same`."""
-        at, count = self._place(judgement, axis)
+        at, count = self.place(judgement, axis)
         place = (at + shift) % count if same is None else same
         coordinates = {**self.recall.trace.coordinates.get(judgement.entry.rank, {}), axis: (place, count)}
         try:
@@ -162,12 +107,18 @@ class Search:
         first = self.group[0]
         if first.entry.role == "parameter":
             yield from self._other_weights()
+            yield from self._other_copy()
+            yield from self._cut_in_one()
+            yield from self._other_orders()
             return
         if first.point is None:
-            yield from self._sums_of_gradients()
+            yield from sums(self)
+            yield from terms(self)
             return
         yield from self._permuted()
-        yield from self._partial()
+        yield from self._padded()
+        yield from sums(self)
+        yield from terms(self)
         yield from self._computed()
 
     def _other_weights(self) -> Iterator[Hypothesis]:
@@ -178,12 +129,42 @@ class Search:
         near.sort(key=lambda each: _layer_of(each.name) != _layer_of(own.name))
         for other in near[:_MOST_CHANGES]:
             yield Hypothesis(
-                "shards", f"it has the values of {other.name}", self._ratio(partial(self._as_weight, name=other.name))
+                "shards", f"it has the values of {other.name}", self.ratio(partial(self._as_weight, name=other.name))
             )
+
+    def _other_copy(self) -> Iterator[Hypothesis]:
+        """Yield that a copy of a tied weight has values of its own, if another copy is right."""
+        logical = self.recall.logical(self.first)
+        parameters = (each for each in self.recall.walk.judgements if each.entry.role == "parameter")
+        copies = [each for each in parameters if self.recall.logical(each) == logical]
+        if any(each.entry.name != self.first.entry.name and not each.differs for each in copies):
+            yield Hypothesis("shards", "this copy of the tied weight has other values than the embedding", LIMIT)
+
+    def _cut_in_one(self) -> Iterator[Hypothesis]:
+        """Yield that a matrix of several parts, such as gate and value, is cut into contiguous parts of all of it."""
+        if (count := self.size("tp")) > 1:
+            for dimension, what in enumerate(("rows", "columns")[: len(self.first.entry.shape)]):
+                contiguous = partial(self.recall.contiguous, dimension=dimension, count=count)
+                text = f"ranks on axis tp have contiguous {what} of the fused matrix, whose parts should each be cut"
+                yield Hypothesis("layout", text, self.ratio(contiguous))
 
     def _as_weight(self, judgement: Judgement, name: str) -> Tensor:
         renamed = replace(judgement, entry=replace(judgement.entry, name=name))
         return self.recall.expected(renamed)
+
+    def _other_orders(self) -> Iterator[Hypothesis]:
+        """Yield other orders of a weight's rows and columns."""
+        head = self.replay.model.head_dim
+        shape = self.first.entry.shape
+        for dimension, what in enumerate(("rows", "columns")[: len(shape)]):
+            for text, order in _orders(shape[dimension], head):
+                moved = partial(self._in_other_order, dimension=dimension, order=order)
+                yield Hypothesis("layout", f"{what}: {text}", self.ratio(moved))
+        if len(shape) == 2 and shape[0] == shape[1]:
+            yield Hypothesis("layout", "it is transposed", self.ratio(lambda each: self.truth(each).t()))
+
+    def _in_other_order(self, judgement: Judgement, dimension: int, order: Tensor) -> Tensor:
+        return self.truth(judgement).index_select(dimension, order)
 
     def _permuted(self) -> Iterator[Hypothesis]:
         """Yield other orders of the features: halves, neighbours, heads."""
@@ -194,30 +175,26 @@ class Search:
             yield Hypothesis(
                 "layout",
                 text,
-                self._changed(partial(_in_order, order=order)),
+                self.changed(partial(_in_order, order=order)),
             )
         for shift in (1, -1):
             yield Hypothesis(
                 "position",
                 f"tokens are shifted by one place {'forward' if shift > 0 else 'back'}",
-                self._changed(partial(torch.roll, shifts=shift, dims=0)),
+                self.changed(partial(torch.roll, shifts=shift, dims=0)),
             )
 
-    def _partial(self) -> Iterator[Hypothesis]:
-        """Yield that a sum over tensor-parallel ranks is missing: each has only its own term."""
-        first = self.group[0]
-        ranks = self._place(first, "tp")[1]
-        if first.point is None or ranks == 1:
-            return
-        terms = [self.recall.partial(first, (rank, ranks)) for rank in range(ranks)]
-        if any(term is None for term in terms):
-            return
-
-        def own(each: Judgement) -> Tensor:
-            term = terms[self._place(each, "tp")[0]]
-            return self.recall.expected(each, change=lambda _: term)  # type: ignore[return-value,arg-type]
-
-        yield Hypothesis("sum", "the sum over axis tp is missing: each rank has its own term", self._ratio(own))
+    def _padded(self) -> Iterator[Hypothesis]:
+        """Yield that rows which pad the vocabulary for so many ranks count in the softmax, with logits of zero."""
+        first, model = self.first, self.replay.model
+        vocabulary = model.vocab_size or 0
+        rows = model.padded_vocab_size(self.size("tp")) - vocabulary
+        if first.point == Point(HEAD, "output") and rows:
+            logits = self.recall.values(first)[Point(LOGITS, "output")].double()[..., :vocabulary]
+            total = logits.logsumexp(-1, keepdim=True)
+            more = torch.logaddexp(total, torch.tensor(math.log(rows)).double()) - total
+            text = f"{rows} padded rows of the vocabulary count in the softmax"
+            yield Hypothesis("count", text, self.changed(lambda losses: losses + more))
 
     def _computed(self) -> Iterator[Hypothesis]:
         """Yield what other networks, batches and precisions give for the stage."""
@@ -241,66 +218,25 @@ class Search:
                 yield self._rounded(values[point], point)
 
     def _with(self, values: Values, point: Point) -> float:
-        return self._changed(lambda _: values[point].double())
+        return self.changed(lambda _: values[point].double())
 
     def _rounded(self, values: Tensor, point: Point) -> Hypothesis:
-        """Return that the tensor was computed in bf16: it is as far from the truth as that takes it."""
+        """Return that the tensor is as far from the truth as bf16 would take it, which tells no direction."""
         distances = [each.distance for each in self.group]
         lower = [
             float(
                 torch.linalg.vector_norm(
-                    self.recall.expected(each, change=lambda _: values.double()) - self._truth(each)
+                    self.recall.expected(each, change=lambda _: values.double()) - self.truth(each)
                 )
             )
             for each in self.group
         ]
         ratio = math.sqrt(sum(d * d for d in distances) / max(sum(e * e for e in lower), 1e-300))
         return Hypothesis(
-            "precision", "it was computed in bf16, where the run has more bits", max(ratio, 0.1 / max(ratio, 1e-9))
+            "precision",
+            "it is as far off as if it were computed in bf16, where the run has more bits",
+            _OF_BF16 * max(ratio, 1.0 / max(ratio, 1e-9)),
         )
-
-    def _sums_of_gradients(self) -> Iterator[Hypothesis]:
-        """Yield that the gradient of a weight lacks the terms of other ranks, micro-batches or tokens."""
-        first = self.group[0]
-        replicas, per_rank = int(self.sizes.get("dp", 1)), int(self.sizes.get("micro-batches", 1))
-        subsets: list[tuple[str, Callable[[int, int], bool]]] = []
-        if replicas > 1:
-            subsets.append(("the sum over axis dp is missing", lambda own, number: number // per_rank == own))
-        if per_rank > 1:
-            subsets.append(("only the last micro-batch counts", lambda own, number: number % per_rank == per_rank - 1))
-            subsets.append(("only the first micro-batch counts", lambda own, number: number % per_rank == 0))
-            subsets.append(("the last micro-batch is missing", lambda own, number: number % per_rank != per_rank - 1))
-        for text, keeps in subsets:
-            undivided = [(float(replicas), f", and nothing is divided by {replicas}")] if replicas > 1 else []
-            for scale, how in ((1.0, ""), *undivided):
-
-                def expected(
-                    each: Judgement, keeps: Callable[[int, int], bool] = keeps, scale: float = scale
-                ) -> Tensor:
-                    own = self._place(each, "dp")[0]
-                    return self.recall.gradient(each, lambda number: scale if keeps(own, number) else 0.0)
-
-                yield Hypothesis("sum", text + how, self._ratio(expected))
-        for axis in ("tp", "cp"):
-            ranks = self._place(first, axis)[1]
-            if ranks > 1:
-
-                def of_tokens(each: Judgement, axis: str = axis) -> Tensor:
-                    return self.recall.gradient(each, lambda number: 1.0, tokens=(axis, *self._place(each, axis)))
-
-                words = {"tp": "sequence-parallel ranks (axis tp)", "cp": "axis cp"}[axis]
-                yield Hypothesis(
-                    "sum", f"the sum over {words} is missing: each has that of its tokens", self._ratio(of_tokens)
-                )
-        ranks = self._place(first, "tp")[1]
-        if ranks > 1:
-
-            def of_heads(each: Judgement) -> Tensor:
-                return self.recall.gradient(each, lambda number: 1.0, heads=self._place(each, "tp"))
-
-            yield Hypothesis(
-                "sum", "the sum over axis tp is missing: each rank has that of its heads", self._ratio(of_heads)
-            )
 
 
 def _layer_of(name: str) -> str:
@@ -323,23 +259,22 @@ def _times(factor: float) -> str:
 def _named(factor: float, sizes: Mapping[str, float]) -> tuple[float, list[str]] | None:
     """Return the exact value of a factor, and what it may stand for; None if it is none that is known."""
     found: dict[float, list[str]] = {}
-    for name, size in sizes.items():
-        if size in (0.0, 1.0):
-            continue
-        for value, text in (
-            (size, f"the number of {name}"),
-            (1.0 / size, f"1 / the number of {name}"),
-            (math.sqrt(size), f"the root of the number of {name}"),
-            (1.0 / math.sqrt(size), f"1 / the root of the number of {name}"),
-        ):
-            found.setdefault(value, []).append(text)
+    numbers = {name: size for name, size in sizes.items() if size not in (0.0, 1.0) and name != "dp"}
+    for of, change in (("", float), ("the root of ", math.sqrt)):  # a root only if nothing simpler fits
+        for name, size in numbers.items():
+            for value, text in (
+                (change(size), f"{of}the number of {name}"),
+                (1.0 / change(size), f"1 / {of}the number of {name}"),
+            ):
+                if not of or value not in found:
+                    found.setdefault(value, []).append(text)
     for value in (2.0, 0.5, -1.0, 0.0):
         found.setdefault(value, [])
     near = [value for value in found if abs(factor - value) <= 0.01 * max(abs(value), 0.01)]
     if not near:
         return None
     best = min(near, key=lambda value: abs(factor - value))
-    return best, found[best]
+    return best, found[best][:3]
 
 
 def _orders(width: int, head: int) -> Iterator[tuple[str, Tensor]]:

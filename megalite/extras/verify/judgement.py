@@ -20,6 +20,8 @@ Programs round in other places than the emulation: a fused kernel once where sep
 factor of about the root of three in norm; and the largest of the values of a step is an extreme. No right run that is
 told in `docs/verify.md` has reached it.
 """
+_BLOCK = 1 << 16
+"""Elements that are compared at once."""
 _STORED = 0.29
 """Root mean square of the rounding error of storing a number, in units of its last place: 1 / sqrt(12)."""
 
@@ -74,6 +76,12 @@ def stored_error(expected: Tensor, dtype: torch.dtype) -> float:
     return float(torch.linalg.vector_norm(expected)) * torch.finfo(dtype).eps * 0.72 * _STORED
 
 
+def _distance(tensor: Tensor, truth: Tensor) -> float:
+    """Return the norm of a difference, in blocks: whole temporary tensors would take longer than the sum."""
+    blocks = zip(tensor.flatten().split(_BLOCK), truth.flatten().split(_BLOCK), strict=True)
+    return math.sqrt(sum(float((each.double() - exact).square_().sum()) for each, exact in blocks))
+
+
 def compare(
     evidence: Evidence, expected: Sequence[Tensor], stores: int = 0, other_choices: Tensor | None = None
 ) -> tuple[float, float, float, float]:
@@ -87,11 +95,11 @@ def compare(
     """
     truth = expected[0].double()
     norm = float(torch.linalg.vector_norm(truth))
-    errors = [float(torch.linalg.vector_norm(each.double() - truth)) for each in expected[1:]]
+    errors = [_distance(each, truth) for each in expected[1:]]
     rounding = math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
     spread = max(errors) / min(errors) if errors and min(errors) > 0 else 1.0
     stored = stored_error(truth, evidence.dtype)
-    further = 0.0 if other_choices is None else float(torch.linalg.vector_norm(other_choices.double() - truth))
+    further = 0.0 if other_choices is None else _distance(other_choices, truth)
     rounding = math.hypot(rounding, stored * math.sqrt(stores), further)
     rounding = max(rounding, stored, norm * torch.finfo(torch.float64).eps)
     distance = evidence.distance(truth) if evidence.finite else math.inf

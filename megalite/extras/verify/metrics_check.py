@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
 from megalite.errors import DataError
 from megalite.extras.verify.command import Command
 from megalite.extras.verify.logs import FIGURES, LOSS, NORM, RATE, Log, Row
@@ -13,6 +15,8 @@ from megalite.extras.verify.metrics_hypotheses import Known, Prediction, predict
 from megalite.extras.verify.saved import Saved
 from megalite.extras.verify.truth import OneProcess, Step, emulated, first_steps, open_data_of
 
+STEPS = 3
+"""Maximum number of steps that are computed."""
 ALLOWED = 8.0
 """Times that a figure may be farther from fp64 than emulated runs are, in root mean square (see `_spreads`). Of 1,920
 figures of right runs in bf16, none was farther than 4.5 times; kernels of devices may round in more places."""
@@ -87,33 +91,55 @@ def distance(recorded: float, expected: float, tolerance: float) -> float:
     return difference / tolerance if tolerance and math.isfinite(difference) else math.inf
 
 
-def check_metrics(command: Command, log: Log, start: Saved | None, steps: int = 3) -> MetricsCheck:
+def check_metrics(
+    command: Command,
+    log: Log,
+    start: Saved | None,
+    steps: int = STEPS,
+    recorded: Dataset[SampleFields] | None = None,
+) -> MetricsCheck:
     """Compare the first steps of a log after a checkpoint.
 
     Args:
         start: the checkpoint that the run started from; None: it began with the initial values that megalite draws.
         steps: most steps that are computed.
+        recorded: the samples of these steps; None: those of the data flags. Samples that another program has made up
+            (--mock-data) are not known, and of such a log only rates are compared.
 
     Raises:
         DataError: the log has none of the first steps, or the data are not here.
         CheckpointError: the checkpoint is of another network, or cannot be read.
     """
-    data = open_data_of(command)
+    data = open_data_of(command, recorded)
+    reason = _only_rates(command, recorded is not None)
     truth = OneProcess(command, data, start)
     before = 0 if start is None or command.settings.get("finetune") else start.iteration or 0
     rows, updates, notes = _rows_of(log, before, steps)
     exact = first_steps(truth, updates)
-    rounded = [
-        first_steps(OneProcess(command, data, start, numerics), updates, number or None)
-        for number, numerics in enumerate(emulated(command))
-    ]
+    rounded = (
+        [exact]
+        if reason
+        else [
+            first_steps(OneProcess(command, data, start, numerics), updates, number or None)
+            for number, numerics in enumerate(emulated(command))
+        ]
+    )
     scale = next((row.figures["loss_scale"].value for row in rows if "loss_scale" in row.figures), 1.0)
     windows = {row.step: row.windows[-1] for row in rows}
     schedules = truth.trainer.rates
     known = Known(command, data, start, schedules, exact, before, updates, windows, log.rate_of_next, scale)
-    figures = tuple(_compared(known, rows, rounded))
-    check = MetricsCheck(log.format, figures, notes=(*truth.notes, *notes))
+    figures = tuple(each for each in _compared(known, rows, rounded) if each.name == RATE or not reason)
+    check = MetricsCheck(log.format, figures, notes=(*truth.notes, *notes, *([reason] if reason else [])))
     return check if check.first is None else replace(check, explanations=_explanations(check.first, figures, known))
+
+
+def _only_rates(command: Command, is_recorded: bool) -> str:
+    """Return why only learning rates can be compared; empty if all figures can."""
+    if command.balances_so_far:
+        return "with global_aux_loss Megatron-LM takes the choices of the step so far: of a log only rates are compared"
+    if not is_recorded and command.config.data.mock_data and command.program != "megalite":
+        return "the samples are made up by another program: only rates are compared (--trace gives the samples)"
+    return ""
 
 
 def _rows_of(log: Log, before: int, steps: int) -> tuple[list[Row], list[bool], list[str]]:
@@ -134,7 +160,7 @@ def _rows_of(log: Log, before: int, steps: int) -> tuple[list[Row], list[bool], 
         last = log.rows[-1].step
         raise DataError(
             f"the log has steps {log.rows[0].step} to {last}, none of the {steps} after step {before} that can be "
-            "computed: give the checkpoint before them, or --steps"
+            "computed: give the checkpoint before them"
         )
     return kept, updates, notes
 

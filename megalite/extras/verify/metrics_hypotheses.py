@@ -132,6 +132,7 @@ def _norms(known: Known, step: int) -> Iterator[Prediction]:
         if len(set(factors.values())) > 1:
             yield Prediction(said, known.changed(NORM, lambda s, factors=factors: _weighted(s, factors)))  # type: ignore[misc]
     yield from _other_mean(known, step)
+    yield from _not_cleared(known, step)
     ranks = known.command.sizes["tp"]
     kinds: dict[str, list[str]] = {}
     for name, each in copies.items():
@@ -142,6 +143,26 @@ def _norms(known: Known, step: int) -> Iterator[Prediction]:
             factors = {name: factor**2 if name in names else 1.0 for name in copies}
             figures = known.changed(NORM, lambda s, factors=factors: _weighted(s, factors))  # type: ignore[misc]
             yield Prediction(f"gradients of {kind}, which tensor-parallel ranks hold alike, are {said}", figures)
+
+
+def _not_cleared(known: Known, step: int) -> Iterator[Prediction]:
+    """Yield the norm if a step's gradients are added to what the buffers had before it."""
+    if step - known.before < 2:
+        return
+    run = _at(known, step - 1)
+    run.step(updates=known.updates[step - known.before - 2])
+    left = {
+        "gradients are added to those of the step before, which are not cleared": run.gradients,
+        "gradients are added to the weights, which are left in their buffer": dict(run.weights()),
+    }
+    run.tried(run.micro_batches())
+    for said, before in left.items():
+        for times in dict.fromkeys((1, known.command.sizes["dp"])):  # a buffer may be summed over ranks with the rest
+            sums = (each + times * before[name] for name, each in run.gradients.items())
+            norm = math.sqrt(sum(float(each.double().square().sum()) for each in sums))
+            yield Prediction(
+                f"{said}{f', by each of {times} data-parallel ranks' if times > 1 else ''}", {(step, NORM): norm}
+            )
 
 
 def _weighted(step: Step, factors: Mapping[str, float]) -> Step:
@@ -182,6 +203,9 @@ def _rates(known: Known, step: int) -> Iterator[Prediction]:
         yield Prediction(said, at(lambda p, factor=factor: p * factor))  # type: ignore[misc]
     if began:
         yield Prediction("the schedule begins anew at the checkpoint", at(lambda p: p - began))
+        for position in (began - batch, began):
+            saved = replace(schedule, maximum=schedule.at(position))
+            yield Prediction("the schedule's highest rate is the one that the checkpoint had", at(lambda p: p, saved))
     warmup, decay = schedule.warmup_samples, schedule.decay_samples
     for said, other in (
         ("without warm-up", replace(schedule, warmup_samples=0.0)),

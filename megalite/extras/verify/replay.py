@@ -6,8 +6,10 @@ memory holds one layer, the hidden states before each, and what is compared at t
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,9 +28,12 @@ from megalite.extras.verify.rounding import Numerics
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, HIDDEN_STATES
 from megalite.model.head import LossConfig
+from megalite.model.router import Router, Routing
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, StageOutput
 from megalite.training.batches import Cutting, to_micro_batches
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Replay:
         batches: the micro-batches, whole samples.
         numerics: the first one is the truth; one with other choices of experts, if any, is the last.
         seed: key of the dropout masks, which only megalite's runs have.
+        balanced_so_far: number of micro-batches of a data-parallel rank, if the balancing loss of the global batch
+            takes the choices of the step so far, over all ranks, as Megatron-LM's does; None: those of the step before.
     """
 
     model: ModelConfig
@@ -83,6 +90,7 @@ class Replay:
     loss: LossConfig = field(default_factory=LossConfig)
     seed: int = 0
     stages: tuple[StageLayers, ...] = ()
+    balanced_so_far: int | None = None
 
     def __post_init__(self) -> None:
         """Prepare the micro-batches in each precision."""
@@ -99,6 +107,8 @@ class Replay:
         """True gradients with respect to what each stage sends, by place of the stage and micro-batch."""
         self._replayed: dict[int, Tensor] = {}
         """Other choices of experts of each micro-batch, as `MicroBatch.replayed`."""
+        self._chosen: dict[tuple[int, int], Tensor] = {}
+        """Tokens of each expert, by number of the router and micro-batch."""
         self._fresh = states_of_training(self.model) if self.model.num_experts is not None else set()
 
     def network(self, stage: StageLayers, dtype: torch.dtype, model: ModelConfig | None = None) -> GPT:
@@ -147,7 +157,7 @@ class Replay:
                     if numerics.other_choices:
                         self._choose_otherwise(number, other_choices(network, values))
                     batch = self._batch(numerics, number)
-                    with captured(network) as found, numerics.applied():
+                    with captured(network) as found, numerics.applied(), self._counting(network, at, number):
                         output: StageOutput = network(_inputs(hidden.get((at, number))), batch)
                     values.append(found)
                     terms.append({name: float(total) for name, total in output.terms.items()})
@@ -175,6 +185,7 @@ class Replay:
                     self._returned[place, number] = gradients[0, number]
                 for at, numerics in enumerate(self.numerics):
                     network, batch = networks[numerics.dtype], self._batch(numerics, number)
+                    self._set_loads(network, number)
                     before = entered.get((at, number))
                     before = None if before is None else before.detach().requires_grad_()
                     with captured(network) as found, numerics.applied():
@@ -220,6 +231,7 @@ class Replay:
         numerics = numerics or self.numerics[0]
         network = self.network(self.stages[place], numerics.dtype, model)
         change(network)
+        self._set_loads(network, number)
         before = self._entered[place].get((0, number))
         before = None if before is None else before.detach().to(numerics.dtype).requires_grad_(factors is not None)
         batch = batch or self.micro_batch(number)
@@ -232,6 +244,33 @@ class Replay:
                 _add_gradients(network, sums)
         return found, sums
 
+    @contextmanager
+    def _counting(self, network: GPT, at: int, number: int) -> Iterator[None]:
+        """Keep how many tokens of a micro-batch choose each expert, in the truth, during the block."""
+        handles = []
+        if self.balanced_so_far is not None and at == 0:
+            for module in _routers(network):
+
+                def keep(module: Router, _: object, found: Routing) -> None:
+                    assert found.counts is not None  # the network trains
+                    self._chosen[module.number, number] = found.counts[module.num_experts : 2 * module.num_experts]
+
+                handles.append(module.register_forward_hook(keep))
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _set_loads(self, network: GPT, number: int) -> None:
+        """Set the shares of experts that the balancing loss of the global batch takes for a micro-batch."""
+        per_rank = self.balanced_so_far
+        if per_rank is None:
+            return
+        for router in _routers(network):
+            so_far = (at for at in range(len(self.batches)) if at % per_rank <= number % per_rank)
+            counts = torch.stack([self._chosen[router.number, at] for at in so_far]).sum(0).double()
+            if router.previous_load is not None:
+                router.previous_load.values.copy_(counts / counts.sum())
+
     def _complete(
         self, stage: StageLayers, sums: Sequence[dict[str, Tensor]], shared: Sequence[dict[str, Tensor]]
     ) -> Sequence[Mapping[str, Tensor]]:
@@ -239,10 +278,14 @@ class Replay:
         word = "embedding.word"
         for own, kept in zip(sums, shared, strict=True):
             if stage.embedding and word in kept:
-                own[word] = own[word] + kept.pop(word)
+                own[word] = _sum(own[word], kept.pop(word))
             elif not stage.embedding and word in own:
                 kept[word] = own.pop(word)
         return sums
+
+
+def _routers(network: GPT) -> list[Router]:
+    return [module for module in network.modules() if isinstance(module, Router)]
 
 
 def _inputs(hidden: Tensor | None) -> dict[str, Tensor]:
@@ -264,9 +307,25 @@ def _add_gradients(network: GPT, sums: dict[str, Tensor]) -> None:
     for parameter in dict.fromkeys(network.parameters()):
         if parameter.grad is None:
             continue
-        wide = torch.promote_types(parameter.dtype, torch.float32)
         for piece in parameter.sharding.pieces:  # type: ignore[attr-defined]  # all are `Parameter`s
-            own = piece.view(parameter.grad).to(wide)
-            name = piece.tensor.name
-            sums[name] = sums[name] + own if name in sums else own
+            own, name = piece.view(parameter.grad), piece.tensor.name
+            sums[name] = _sum(sums[name], own) if name in sums else own
         parameter.grad = None
+
+
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two tensors, in fp32 or wider."""
+    wide = torch.promote_types(torch.promote_types(one.dtype, other.dtype), torch.float32)
+    return one.to(wide) + other.to(wide)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library of this process, if it is glibc, use freed memory again instead of returning it.
+
+    Otherwise each tensor of more than 32 MB gets new pages, whose first use takes longer than most of what is computed
+    with them: 20 of 42 seconds of a layer of `benchmarks/verify.py`.
+    """
+    with suppress(OSError, AttributeError):
+        of_process = ctypes.CDLL(None)
+        of_process.mallopt(_M_MMAP_MAX, 0)
+        of_process.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

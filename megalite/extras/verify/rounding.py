@@ -50,13 +50,18 @@ TRUTH = Numerics(torch.float64)
 OTHER_CHOICES = Numerics(torch.float64, other_choices=True)
 
 
-def emulations(dtype: torch.dtype, tensor_parallel_size: int) -> tuple[Numerics, ...]:
-    """Return several ways to compute in a precision: as torch does, as so many ranks do, and as one more would."""
+def emulations(dtype: torch.dtype, tensor_parallel_size: int, more: int = 0) -> tuple[Numerics, ...]:
+    """Return several ways to compute in a precision: as torch does, as so many ranks do, and as one more would.
+
+    `more`: number of further ways, which deal the terms of sums to the ranks at random.
+    """
     ranks = max(tensor_parallel_size, 2)
+    further = (Numerics(dtype, ranks + seed % 2, seed, plain_attention=seed % 4 < 2) for seed in range(2, 2 + more))
     return (
         Numerics(dtype),
         Numerics(dtype, parts=ranks, plain_attention=True),
         Numerics(dtype, parts=ranks + 1),
+        *further,
     )
 
 

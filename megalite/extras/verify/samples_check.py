@@ -29,6 +29,8 @@ _NEAR = 4096
 """Samples before and after those of the step that are searched, and as many from the first one on."""
 _SEEDS = (0, 1, 42, 1234)
 """Seeds that programs have by default."""
+_MOST_SEEDS = 8
+"""Maximum number of ranks of which it is tried whether they have seeds of their own: each may need an index."""
 _FIELDS = ("labels", "loss_mask", "positions", "document_ids")
 _FLAGS: Mapping[str, str] = {
     "eod_mask_loss": "loss_mask",
@@ -66,11 +68,13 @@ class SamplesCheck:
     Attributes:
         samples: number of recorded samples that were compared.
         explanation: what explains all samples with other tokens together; empty if nothing does.
+        missing: lines on data-parallel ranks that have fewer micro-batches than a step has.
     """
 
     samples: int
     findings: tuple[SampleFinding, ...]
     explanation: str = ""
+    missing: tuple[str, ...] = ()
 
 
 _Place = Mapping[str, tuple[int, int]]
@@ -133,19 +137,42 @@ def check_samples(
         else:
             others.append(row)
     found, explanation = search.explain(others)
-    return SamplesCheck(len(rows), (*found, *findings), explanation)
+    missing = tuple(_missing(command, batches, coordinates, consumed))
+    return SamplesCheck(len(rows), (*found, *findings), explanation, missing)
+
+
+def _missing(
+    command: Command, batches: Sequence[RecordedBatch], coordinates: Mapping[int, _Place], consumed: int
+) -> Iterator[str]:
+    """Yield a line for each data-parallel rank that has fewer micro-batches than others have or the step needs."""
+    numbers: dict[int, set[int]] = {}
+    for batch in batches:
+        rank, ranks = coordinates.get(batch.rank, {}).get("dp", (0, command.sizes["dp"]))
+        numbers.setdefault(rank, set()).add(batch.micro_batch)
+    if any(LAST in each for each in numbers.values()):
+        return
+    for rank, own in numbers.items():
+        needed = len(_dealt(command, rank, ranks, consumed))
+        if len(own) < needed:
+            yield f"data-parallel rank {rank} has only {len(own)} of the {needed} micro-batches of the step"
+
+
+def _dealt(command: Command, rank: int, ranks: int, consumed: int) -> Sequence[Sequence[int]]:
+    """Return the numbers of the samples of each micro-batch of a data-parallel rank."""
+    length = command.config.training.micro_batch_size
+    size = global_batch_size(command.config).at(consumed) // length
+    return equal_deal(rank, ranks, size).samples(consumed, length)
 
 
 def _rows(command: Command, batch: RecordedBatch, coordinates: Mapping[int, _Place], consumed: int) -> Iterator[_Row]:
     """Yield the samples of a recorded micro-batch, each with its place in the step."""
-    place, training = coordinates.get(batch.rank, {}), command.config.training
+    place = coordinates.get(batch.rank, {})
     rank, ranks = place.get("dp", (0, command.sizes["dp"]))
     part, parts = place.get("cp", (0, command.sizes["cp"]))
     length = command.config.data.seq_length
     whole = batch.tokens.shape[1] == length
     layout = SequenceLayout.whole(length) if whole else SequenceLayout.cut(length, zigzag(parts), part)
-    size = global_batch_size(command.config).at(consumed) // training.micro_batch_size
-    dealt = equal_deal(rank, ranks, size).samples(consumed, training.micro_batch_size)
+    dealt = _dealt(command, rank, ranks, consumed)
     number = len(dealt) - 1 if batch.micro_batch == LAST else batch.micro_batch
     if number >= len(dealt):
         raise DataError(f"rank {batch.rank} has a micro-batch {number}, but a step has {len(dealt)} on each rank")
@@ -338,7 +365,8 @@ class _Search:
     def _of_other_seed(self, others: Sequence[_Row]) -> str:
         """Return the seed with which the samples are those of the step; empty if none is found."""
         own = self.config.training.seed
-        seeds = dict.fromkeys((*(own + row.rank for row in others), own + 1, own - 1, *_SEEDS))
+        ranks = sorted({row.rank for row in others})[:_MOST_SEEDS]
+        seeds = dict.fromkeys((*(own + rank for rank in ranks), own + 1, own - 1, *_SEEDS))
         for seed in seeds:
             if seed == own or seed < 0:
                 continue

@@ -14,7 +14,7 @@ from megalite.data.loader import MicroBatchArrays
 from megalite.extras.verify.command import Command
 from megalite.extras.verify.saved import Saved
 from megalite.extras.verify.step_hypotheses import Hypothesis, hypotheses, rule_of
-from megalite.extras.verify.step_quantities import Difference, StepGradients, StepTensors
+from megalite.extras.verify.step_quantities import MODULE_STATE, NOT_UPDATED, Difference, StepGradients, StepTensors
 from megalite.extras.verify.truth import OneProcess, emulated, open_data_of
 from megalite.extras.verify.update_rules import Rule
 from megalite.parallel.sharding import LogicalTensor
@@ -78,12 +78,15 @@ def gradients_of(command: Command, start: Saved, batches: Sequence[MicroBatchArr
     """
     data = open_data_of(command)
 
-    def compute(run: OneProcess) -> dict[str, Tensor]:
-        run.tried(run.micro_batches() if batches is None else run.made(batches))
-        return run.gradients
+    def compute(run: OneProcess) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        run.step(run.micro_batches() if batches is None else run.made(batches))
+        return run.gradients, run.states()
 
-    exact = compute(OneProcess(command, data, start))
-    return StepGradients(exact, [compute(OneProcess(command, data, start, each)) for each in emulated(command)])
+    exact, states = compute(OneProcess(command, data, start))
+    rounded = [compute(OneProcess(command, data, start, each)) for each in emulated(command)]
+    return StepGradients(
+        exact, [each for each, _ in rounded], states=states, rounded_states=[each for _, each in rounded]
+    )
 
 
 def check_step(command: Command, before: Saved, after: Saved, gradients: StepGradients | None = None) -> StepCheck:
@@ -98,9 +101,12 @@ def check_step(command: Command, before: Saved, after: Saved, gradients: StepGra
     step = StepTensors.of(command, before, after, gradients)
     base = Hypothesis("", partial(rule_of, step.facts))
     differences = step.in_order(each for tensor in step.tensors for each in step.load(tensor).compared(base))
+    differences += step.states()
     check = StepCheck(tuple(differences), notes=(*before.notes, *after.notes, *step.notes))
-    if check.first is None:
+    if check.first is None or check.first.kind == MODULE_STATE:
         return check
+    if check.first.kind == NOT_UPDATED:
+        return replace(check, explanations=(StepExplanation("the state was not updated", 0.0, 0.0, 0.0),))
     tried = _tried(step, list(hypotheses(step.facts)), differences)
     best, _ = tried[0]
     if not (best.explains and best.accused <= 1.0) and (fitted := _fitted(step, differences)) is not None:

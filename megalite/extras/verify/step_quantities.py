@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megalite.optim.optimizer import clipping
 from megalite.parallel.sharding import LogicalTensor
 
 COPIES, WEIGHTS = "copies", "weights"
+MODULE_STATE, NOT_UPDATED = "state", "state, as before the step"
 _ALLOWED = 8.0
 """Times that a tensor may be farther from fp64 than emulated runs are, in root mean square."""
 _ALLOWED_OF_SUMS = 4.0
@@ -40,11 +41,15 @@ class StepGradients:
         exact: those to compare with.
         rounded: the same from emulated runs, which tell what rounding explains; empty if `exact` are the step's own.
         norm: their norm over the whole network; None: it is that of `exact`.
+        states: what modules keep beside weights, after the step, by the names of checkpoints.
+        rounded_states: the same in emulated runs.
     """
 
     exact: Mapping[str, Tensor]
     rounded: Sequence[Mapping[str, Tensor]] = ()
     norm: float | None = None
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    rounded_states: Sequence[Mapping[str, Tensor]] = ()
 
     def norm_of(self, gradients: Mapping[str, Tensor]) -> float:
         if self.norm is not None:
@@ -159,6 +164,22 @@ class StepTensors:
             return stage, place[each.tensor] if stage else -place[each.tensor]
 
         return sorted(differences, key=order)
+
+    def states(self) -> Iterator[Difference]:
+        """Yield what modules keep beside weights, such as the biases of routers, after the step."""
+        known, here = self.gradients, self.after.weights.source
+        for name, expected in () if known is None else known.states.items():
+            if name not in here.tensors:
+                continue
+            recorded, before = Recorded.read(here, name), Recorded.read(self.before.weights.source, name)
+            apart = [_norm(each[name] - expected) for each in known.rounded_states] if known is not None else []
+            spread = math.sqrt(sum(each * each for each in apart) / len(apart)) if apart else 0.0
+            tolerance = _ALLOWED * spread + 2 * recorded.unit * (_norm(expected) + _norm(before.values))
+            distance, change = _norm(recorded.values - expected), _norm(expected - before.values)
+            stays = torch.equal(recorded.values, before.values)
+            yield Difference(
+                name.partition("/")[2], NOT_UPDATED if stays else MODULE_STATE, distance, tolerance, change
+            )
 
     def load(self, tensor: LogicalTensor) -> StepTensor:
         """Read a tensor from both checkpoints, with its gradients."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import OPTIMIZER
+from megalite.checkpoint.manifest import OPTIMIZER, STATE
 from megalite.checkpoint.plan import held_regions
 from megalite.config import RunConfig
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays
 from megalite.data.sampler import equal_deal
 from megalite.errors import CheckpointError
-from megalite.extras.verify.command import Command, Precision, one_process
+from megalite.extras.verify.command import OF_ROUTERS, Command, Precision, one_process
 from megalite.extras.verify.rounding import TRUTH, Numerics, emulations
 from megalite.extras.verify.saved import MASTER, Saved
 from megalite.model.batch import MicroBatch, TokenLoss
@@ -26,11 +28,13 @@ from megalite.optim.optimizer import StepResult, clipping
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sequence import SequenceLayout, zigzag
+from megalite.parallel.state import states_of
 from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
-from megalite.training.batches import to_micro_batches
+from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.builder import make_chunks, make_stages, model_dtype
 from megalite.training.data import RunData, open_data
+from megalite.training.loss_terms import Totals
 
 PRECISION_OF: Mapping[torch.dtype, Precision] = {
     torch.float64: "fp64",
@@ -67,10 +71,16 @@ class Step:
     clip: float
 
 
-def open_data_of(command: Command) -> RunData:
-    """Open the data of a run. Raises DataError or ConfigurationError if they are not here."""
+def open_data_of(command: Command, recorded: Dataset[SampleFields] | None = None) -> RunData:
+    """Open the data of a run, with the samples that it has recorded, if these are known.
+
+    Raises DataError or ConfigurationError if the data are not here.
+    """
     config, _ = one_process(command, "fp64")
-    return open_data(config)
+    if recorded is None:
+        return open_data(config)
+    made_up = replace(config.data, mock_data=True, data_path=())
+    return replace(open_data(replace(config, data=made_up)), train=recorded)
 
 
 def with_vocabulary(command: Command, start: Saved | None) -> RunConfig:
@@ -115,7 +125,7 @@ class OneProcess:
         )
         self.task = GPTTask(config, data, ParallelMesh())
         self.trainer = make_trainer(config, self.task, self.task.mesh)
-        self._dtype = model_dtype(command.config)
+        self._dtype, self.depths = model_dtype(command.config), config.model.depths
         self.consumed = self.scheduled = 0
         if start is None:
             self._round()
@@ -189,7 +199,10 @@ class OneProcess:
     def made(self, batches: Sequence[MicroBatchArrays]) -> list[MicroBatch]:
         """Return micro-batches of these samples."""
         trainer = self.trainer
-        return to_micro_batches(batches, trainer.config.training.seed, self.numerics.dtype, trainer.mesh.device)
+        cutting = Cutting(depths=self.depths)
+        return to_micro_batches(
+            batches, trainer.config.training.seed, self.numerics.dtype, trainer.mesh.device, cutting
+        )
 
     @torch.no_grad()
     def token_losses(self, micro_batches: Iterable[MicroBatch]) -> list[Tensor]:
@@ -224,7 +237,7 @@ class OneProcess:
         weighted = plain if self.command.per_token_loss else mean_of_means(plain, self.command.sizes["cp"])
         losses = self.token_losses(plain)
         with self.rounded():
-            gradients = trainer.forward_backward(weighted)
+            gradients = trainer.forward_backward(weighted, multipliers=self._multipliers(plain))
         norms: dict[str, float] = {}
 
         def keep(result: StepResult) -> StepResult:
@@ -249,6 +262,18 @@ class OneProcess:
         clip = clipping(trainer.config.optimizer, norm)
         return Step(loss, _of_tokens(losses, plain), norm, norms, others, scheduled, self.scheduled, clip)
 
+    def _multipliers(self, micro_batches: Sequence[MicroBatch]) -> Callable[[Totals], Totals]:
+        """Return the change of the terms' factors: Megatron-LM multiplies routers' by all tokens over those that count.
+
+        So it does with --calculate-per-token-loss.
+        """
+        masks = [each.loss_mask for each in micro_batches if each.loss_mask is not None]
+        counted = sum(float(mask.sum()) for mask in masks)
+        if self.command.program != "megatron" or not self.command.per_token_loss or not counted:
+            return dict
+        factor = sum(mask.numel() for mask in masks) / counted
+        return lambda found: {name: value * (factor if name in OF_ROUTERS else 1.0) for name, value in found.items()}
+
     def tried(self, micro_batches: Sequence[MicroBatch]) -> Step:
         """Return what the next step would give with other micro-batches, and update nothing."""
         before = self.consumed, self.scheduled, self.trainer.iteration
@@ -256,6 +281,20 @@ class OneProcess:
         self.consumed, self.scheduled, self.trainer.iteration = before
         self.trainer.consumed_samples = self.consumed
         return found
+
+    def states(self) -> dict[str, Tensor]:
+        """Return what modules keep beside weights, such as the biases of routers, by the names of checkpoints."""
+        return {
+            f"{STATE}{piece.tensor.name}": piece.view(state.values).double().clone()
+            for state in states_of(self.trainer.network)
+            for piece in state.sharding.pieces
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by logical name."""
+        for part in self.trainer.optimizer.slices():
+            for piece in part.parameter.sharding.pieces:
+                yield piece.tensor.name, piece.view(part.values.view(part.parameter.shape)).clone()
 
     def _complete_gradients(self, loss_scale: float) -> Iterator[tuple[str, Tensor]]:
         for bucket in self.trainer.optimizer.updated:
@@ -315,8 +354,7 @@ def mean_of_means(micro_batches: Sequence[MicroBatch], parts: int = 1) -> Sequen
 def emulated(command: Command) -> tuple[Numerics, ...]:
     """Return ways to compute in the run's precision, in several orders."""
     dtype, tensor = model_dtype(command.config), command.sizes["tp"]
-    more = (Numerics(dtype, parts=max(tensor, 2), seed=seed, plain_attention=seed % 2 == 0) for seed in (2, 3, 4))
-    return (*emulations(dtype, tensor), *more)
+    return emulations(dtype, tensor, more=3)
 
 
 def first_steps(run: OneProcess, updates: Sequence[bool], seed: int | None = None) -> list[Step]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.extras.verify.hypotheses import Hypothesis
 from megalite.extras.verify.judgement import LIMIT, Judgement
+from megalite.extras.verify.suspect import Hypothesis
 
 RIGHT, WRONG, UNKNOWN = 0, 1, 2
 """Exit codes: nothing differs by more than rounding explains; something does; nothing could be compared."""

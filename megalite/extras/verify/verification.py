@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,17 +28,24 @@ from megalite.extras.verify.command import Command
 from megalite.extras.verify.compare import OF_WEIGHTS, Convention, Walk, first_difference, ranks_of
 from megalite.extras.verify.correspondence import Correspondence
 from megalite.extras.verify.cuts import tokens_of
-from megalite.extras.verify.hypotheses import Hypothesis, Search
+from megalite.extras.verify.hypotheses import Search
 from megalite.extras.verify.judgement import LIMIT, Judgement
 from megalite.extras.verify.recall import Recall
 from megalite.extras.verify.replay import Replay
 from megalite.extras.verify.rounding import OTHER_CHOICES, TRUTH, emulations
-from megalite.extras.verify.trace import OF_MODULES, Trace
-from megalite.extras.verify.verdict import Figure, Verdict
+from megalite.extras.verify.suspect import NOT_EXPLAINED, Hypothesis
+from megalite.extras.verify.trace import OF_MODULES, Entry, Trace
+from megalite.extras.verify.verdict import Figure, Verdict, shown_name
 from megalite.model.head import LossConfig
 from megalite.parallel.sharding import Box
 from megalite.training.builder import model_dtype
 
+_SURE = 3 * LIMIT
+"""Ratio from which on an accusation stands. Below it, the tensor is judged again with more orders of summation, since
+of three the root mean square may be small by chance."""
+_MORE_ORDERS = 12
+_MOST_RANKS = 16
+"""Maximum number of ranks whose tensors a hypothesis must explain: each costs a computation."""
 _RETURNS_BIAS = re.compile(r"(^|\.)(linear_proj|linear_fc1|linear_fc2|self_attention|mlp|shared_experts)$")
 """Names of Megatron-LM's modules that return their bias, which what follows adds."""
 
@@ -64,32 +71,73 @@ def verify(command: Command, opened: OpenedModel, trace: Trace, batches: StepBat
     model = replace(opened.config, **{name: getattr(config.model, name) for name in NOT_THE_FUNCTION})
     if command.program != "megalite":
         model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
+    elif trace.program == "megalite":  # its modules are those of the pattern, and checkpoints may be of whole layers
+        pattern, layers = config.model.hybrid_layer_pattern, config.model.num_layers
+        model = replace(model, hybrid_layer_pattern=pattern, num_layers=layers)
     training, dtype = config.training, model_dtype(config)
     names = correspondence(trace, model)
-    replay = Replay(
-        model,
-        opened.source,
-        opened.what,
-        _weighted(command, names.program, found),
-        (TRUTH, *emulations(dtype, command.sizes["tp"]), *([OTHER_CHOICES] if model.num_experts else [])),
-        LossConfig(training.label_smoothing, training.z_loss_coeff),
-        training.seed,
-    )
-    walk = Walk(
-        trace, names, replay, found, conventions(command, names.program, found, trace.figures.get("loss_scale"))
-    )
-    walk.run()
+
+    def walked(more: int) -> Walk:
+        """Compare everything. `more`: number of further orders of summation."""
+        replay = Replay(
+            model,
+            opened.source,
+            opened.what,
+            _weighted(command, names.program, found),
+            (TRUTH, *emulations(dtype, command.sizes["tp"], more), *([OTHER_CHOICES] if model.num_experts else [])),
+            LossConfig(training.label_smoothing, training.z_loss_coeff),
+            training.seed,
+            balanced_so_far=found.per_rank if command.balances_so_far else None,
+        )
+        scale = trace.figures.get("loss_scale")
+        walk = Walk(trace, names, replay, found, conventions(command, names.program, found, scale))
+        walk.run()
+        return walk
+
+    walk, notes = walked(0), [*trace.notes, *found.notes, *command.notes, *opened.notes]
     first = first_difference(walk.judgements)
-    notes = (*trace.notes, *found.notes, *command.notes, *opened.notes, *_notes(walk))
+    if (doubtful := _doubtful(first, figures(walk, command))) is not None:
+        notes.append(f"{doubtful} times with few orders of summation: judged again with more")
+        walk = walked(_MORE_ORDERS)
+        first = first_difference(walk.judgements)
+    notes += _notes(walk)
+    hypotheses: list[Hypothesis] = []
+    if first is not None:
+        try:
+            hypotheses = explain(walk, first, _sizes(command, found, model))
+        except NOT_EXPLAINED as error:
+            notes.append(f"no explanation was looked for: {error!r}")
     return Verdict(
         walk.judgements,
         first,
         () if first is None else sorted(set(ranks_of(walk.judgements, first))),
-        () if first is None else explain(walk, first, _sizes(command, found, model)),
+        hypotheses,
         figures(walk, command),
+        tuple(_same_samples(found)),
         skipped=walk.skipped,
         notes=notes,
     )
+
+
+def _doubtful(first: Judgement | None, figures: Sequence[Figure]) -> str | None:
+    """Return what is accused, and by how much, if a few more orders of summation may explain it."""
+    if first is not None:
+        return f"{shown_name(first)} was at {first.ratio:.3g}" if first.ratio < _SURE else None
+    wrong = next((each for each in figures if each.differs), None)
+    if wrong is None or LIMIT * wrong.ratio >= _SURE:
+        return None
+    return f"{wrong.name} was at {LIMIT * wrong.ratio:.3g}"
+
+
+def _same_samples(batches: StepBatches) -> Iterator[str]:
+    """Yield a line for each data-parallel rank whose samples are all those of a rank before it."""
+    known: dict[bytes, int] = {}
+    for replica in range(batches.replicas):
+        places = [batches.numbers.get((replica, at)) for at in range(batches.per_rank)]
+        own = b"".join(batches.arrays[place]["tokens"].tobytes() for place in places if place is not None)
+        first = known.setdefault(own, replica)
+        if own and first != replica:
+            yield f"data-parallel rank {replica} has the samples of rank {first}: all of its micro-batches are the same"
 
 
 def _ranks(trace: Trace) -> set[int]:
@@ -112,9 +160,12 @@ def _coordinates(command: Command, trace: Trace, rank: int) -> dict[str, tuple[i
 
 def explain(walk: Walk, first: Judgement, sizes: Mapping[str, float]) -> list[Hypothesis]:
     """Return the hypotheses on the first tensor that differs, the best first."""
-    key = first.entry.name, first.entry.role, first.entry.micro_batch
-    group = [each for each in walk.judgements if (each.entry.name, each.entry.role, each.entry.micro_batch) == key]
-    return Search(Recall(walk), group, sizes).run()
+
+    def key(entry: Entry) -> tuple[str, str, int | None]:
+        return entry.name, entry.role, walk.number_of(entry) if entry.role in OF_MODULES else None
+
+    group = [each for each in walk.judgements if each is not first and key(each.entry) == key(first.entry)]
+    return Search(Recall(walk), [first, *group[: _MOST_RANKS - 1]], sizes).run()
 
 
 def correspondence(trace: Trace, model: ModelConfig) -> Correspondence:

@@ -289,8 +289,11 @@ def test_nodes_that_are_left_finish_the_step_of_a_lost_one(tmp_path: Path) -> No
         assert first.launcher.wait(200) == 0, first.said()
         assert third.launcher.wait(60) == 0, third.said()
     said = first.said()
-    assert "; 4 ranks instead of 6, on n0, n2; went on after step 2" in said, said
-    assert re.search(r"^step 3: 80 of 120 micro-batches have been kept by the ranks", said, re.M), said
+    # A fast machine may be in the step after the one that was seen to begin.
+    after = re.search(r"; 4 ranks instead of 6, on n0, n2; went on after step ([23]),", said)
+    assert after is not None, said
+    kept = f"step {int(after[1]) + 1}: 80 of 120 micro-batches have been kept by the ranks"
+    assert any(line.startswith(kept) for line in said.splitlines()), said
     with Job([PRETRAIN, *long, "--save", tmp_path / "whole"], 2, tmp_path / "job") as job:
         assert job.wait(200) == [0] * 2, job.stderr(0)
     ours, theirs = metrics(tmp_path / "run"), metrics(tmp_path / "whole")

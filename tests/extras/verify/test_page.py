@@ -14,11 +14,11 @@ import torch
 
 from megalite.extras.verify.compare import first_difference
 from megalite.extras.verify.evidence import Whole
-from megalite.extras.verify.hypotheses import Hypothesis
 from megalite.extras.verify.judgement import LIMIT, Judgement, compare
 from megalite.extras.verify.page import page, write_page
 from megalite.extras.verify.pictures import PHASES, by_order, by_rank
 from megalite.extras.verify.points import Point
+from megalite.extras.verify.suspect import Hypothesis
 from megalite.extras.verify.trace import OF_MODULES, Entry, Role
 from megalite.extras.verify.verdict import Figure, Verdict
 from tests.extras.report.test_page import HOSTILE, is_inert

@@ -137,6 +137,14 @@ def test_a_second_number_is_of_experts_where_all_ranks_have_the_same_modules(tmp
     assert trace.coordinates[5] == {"tp": (1, 2), "pp": (0, 1), "ep": (2, 3), "etp": (1, 2), "dp": (2, 3)}
 
 
+def test_a_second_number_is_of_experts_where_embeddings_are_tied(tmp_path: Path) -> None:
+    """The output layer then has an input, and no weight."""
+    for rank in ("00_000", "00_001"):
+        save(tmp_path, "activations", rank, experts())
+        save(tmp_path, "params", rank, {"model_chunk0": {"decoder.layers.0.mlp.router.weight": torch.ones(4, 4)}})
+    assert read_trace(tmp_path, None).coordinates[1]["ep"] == (1, 2)
+
+
 def test_experts_that_are_not_split_over_tensor_parallel_ranks(tmp_path: Path) -> None:
     """TP 2 and EP 4 on four ranks: each has other experts, whole ones, and one of the two halves of all else."""
     for rank in range(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.extras.verify import rounding, verification
 from megalite.extras.verify.batches import from_trace
 from megalite.extras.verify.checkpoints import open_weights
 from megalite.extras.verify.command import read_command
 from megalite.extras.verify.commands import verify as program
+from megalite.extras.verify.compare import first_difference
+from megalite.extras.verify.judgement import Judgement
 from megalite.extras.verify.readers.reading import read_trace
+from megalite.extras.verify.rounding import Numerics
 from megalite.extras.verify.verdict import RIGHT, WRONG, Verdict
 from megalite.extras.verify.verification import verify
 from megalite_trace import Recorder
@@ -204,6 +208,28 @@ def test_a_small_error_in_bf16_is_found_and_its_cause_named(tmp_path: Path) -> N
     assert found.first is not None
     assert found.first.entry.name == "model.layers.0.input_layernorm"
     assert found.hypotheses[0].text == "norms add 0.001 instead of 1e-05"
+
+
+def test_a_marginal_accusation_is_judged_again_with_more_orders_of_summation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of the first walk is accused, as if few emulations had rounded too little by chance."""
+    orders: list[int] = []
+
+    def emulations(dtype: torch.dtype, size: int, more: int = 0) -> tuple[Numerics, ...]:
+        orders.append(3 + more)
+        return rounding.emulations(dtype, size, more)
+
+    def unlucky(judgements: Sequence[Judgement]) -> Judgement | None:
+        return judgements[-1] if orders == [3] else first_difference(judgements)
+
+    traced(tmp_path, torch.bfloat16)
+    monkeypatch.setattr(verification, "emulations", emulations)
+    monkeypatch.setattr(verification, "first_difference", unlucky)
+    found = verdict_on(tmp_path, torch.bfloat16)
+    assert found.exit_code == RIGHT, found.line
+    assert orders == [3, 15]
+    assert any("judged again with more" in note for note in found.notes)
 
 
 def summed_loss(logits: Tensor, labels: Tensor, count: int) -> Tensor:

@@ -85,11 +85,15 @@ def main() -> None:
         from megalite.extras.verify.demo import demo
 
         sys.exit(demo(arguments.page, partial(_show, arguments)))
+    from megalite.extras.verify.replay import keep_freed_memory
+
+    keep_freed_memory()
     for flag, file in (("--json", arguments.json), ("--page", arguments.page)):
         if file not in (None, "-"):
             require_output(flag, file)
-    found = list(_verdicts(arguments))
-    for title, verdict in found:
+    found = []
+    for title, verdict in verdicts(arguments):
+        found.append((title, verdict))
         _show(arguments, title, verdict)
     if arguments.json is not None:
         text = json.dumps({title: verdict.as_json() for title, verdict in found}, indent=1)
@@ -102,7 +106,7 @@ def main() -> None:
     sys.exit(max((verdict.exit_code for _, verdict in found), key=lambda code: (code == 1, code)))
 
 
-def _verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
+def verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
     """Yield the result of each verification that is asked for, with its title."""
     asked = [arguments.trace, arguments.metrics, arguments.next]
     if not any(asked):
@@ -124,18 +128,19 @@ def _verdicts(arguments: Arguments) -> Iterator[tuple[str, Verdict]]:
     )
     for folder in filter(None, (arguments.trace, arguments.against)):
         yield f"trace {folder}", _of_trace(arguments, command, checkpoint, Path(folder))
+    trace = None if arguments.trace is None else Path(arguments.trace)
     if arguments.metrics is not None:
-        yield f"metrics {arguments.metrics}", verify_metrics(command, checkpoint, Path(arguments.metrics))
+        yield f"metrics {arguments.metrics}", verify_metrics(command, checkpoint, Path(arguments.metrics), trace)
     if arguments.next is not None:
         assert checkpoint is not None  # as is required above
-        trace = None if arguments.trace is None else read_trace(Path(arguments.trace), arguments.step)
-        yield f"step to {arguments.next}", verify_step(command, checkpoint, Path(arguments.next), trace)
+        batch = None if trace is None else read_trace(trace, arguments.step)
+        yield f"step to {arguments.next}", verify_step(command, checkpoint, Path(arguments.next), batch)
 
 
 def _of_trace(arguments: Arguments, command: Command, checkpoint: Path | None, folder: Path) -> Verdict:
     """Verify a trace, with what else was asked for of it."""
     from megalite.extras.verify.batches import from_data
-    from megalite.extras.verify.checks import with_samples
+    from megalite.extras.verify.checks import with_explained_figures, with_samples
     from megalite.extras.verify.next_flags import next_flags
     from megalite.extras.verify.readers.reading import read_trace
     from megalite.extras.verify.verification import verify
@@ -149,6 +154,7 @@ def _of_trace(arguments: Arguments, command: Command, checkpoint: Path | None, f
             raise ConfigurationError(f"{folder} has no batch and does not say its step: give --step, from 1")
         batches = from_data(command, step, arguments.micro_batches)
     found = verify(command, opened, trace, batches)
+    found = with_explained_figures(found, command, checkpoint, trace)
     if arguments.samples:
         if step is None:
             raise ConfigurationError(f"--samples: {folder} does not say its step: give --step, from 1")

@@ -245,10 +245,13 @@ def _axis_of_second(files: list[Path], contents: list[_Content], gathering: Gath
         refuse(files[0].parent, "has files of several layouts of ranks")
     if counts != {2}:
         return "pp"
-    names = [[key for _, key, _, _ in content.tensors] for content in contents]
-    heads = {any(name.startswith("output_layer") for name in each) for each in names}
-    has_experts = any(_EXPERTS.search(name) for each in names for name in each)
-    axis, shown = ("ep", "expert-parallel") if has_experts and len(heads) == 1 else ("pp", "pipeline")
+    heads: dict[str, set[bool]] = {}
+    for content in contents:  # a network with tied embeddings has the layer, and no weight of it
+        names = [key for _, key, _, _ in content.tensors]
+        heads.setdefault(content.kind, set()).add(any(name.startswith("output_layer") for name in names))
+    has_experts = any(_EXPERTS.search(key) for content in contents for _, key, _, _ in content.tensors)
+    alike = all(len(each) == 1 for each in heads.values())
+    axis, shown = ("ep", "expert-parallel") if has_experts and alike else ("pp", "pipeline")
     gathering.note(f"the second number in {files[0].name} is taken as the {shown} rank, by the names in the files")
     return axis
 

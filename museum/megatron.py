@@ -1,25 +1,31 @@
 """Steps of Megatron-LM's own training program, from the wheel megatron-core 0.19.2, recorded on CPU ranks.
 
 What runs is the program's: its flags, initialization, model, data-parallel engine, schedule, optimizer, `train_step`
-and recorders. Only what the wheel lacks is written here: the few lines of `pretrain_gpt.py`, and what a GPU would give.
+and recorders. Only what the wheel lacks is written here: the few lines of `pretrain_gpt.py` and `pretrain_hybrid.py`,
+and what a GPU would give.
 
-    python -m tests.oracles.traces --ranks 2 --out DIR -- --num-layers 2 ... --tensor-model-parallel-size 2
+    python -m museum.megatron BUG.py FOLDER [--right]
 
-writes DIR/checkpoint (random weights), DIR/logs (the program's own traces), DIR/whole and DIR/sketches (those of
-`megalite_trace.py`), DIR/batch.safetensors (the global batch) and DIR/COMMAND.txt.
+makes the runs of a case of the museum (`museum/cases.py`) from what BUG.py defines (`museum/entries.py`). FOLDER/run
+and FOLDER/reference get command.txt, checkpoint/ (random weights), trace/ (sketches of `megalite_trace.py`),
+metrics.jsonl, checkpoint_next/ (weights after the last step) and batch.safetensors (the global batch).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import re
+import runpy
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -37,7 +43,8 @@ from megalite.extras.verify.batches import StepBatches
 from megalite.extras.verify.command import Command, read_command
 from megalite.extras.verify.trace import LAST, Trace
 from megalite_trace import Recorder
-from tests.harness.megatron_core import NORMS_OF_LATENTS
+from tests.harness import megatron_hybrid
+from tests.harness.megatron_core import NORMS_OF_LATENTS, write_in_this_process
 from tests.harness.rank_pool import RankPools
 from tests.unit.test_conversion_megatron import Weights, write
 
@@ -53,12 +60,17 @@ _LOGS = ("--save-activations-interval", "1", "--save-dgrads-interval", "1", "--s
 How = Literal["logs", "whole", "sketches"]
 """Recorder: the program itself, or `megalite_trace.py`."""
 Within = Callable[[], AbstractContextManager[Any]]
-"""Function whose context the step runs in, such as one that plants a bug."""
+"""Function whose context the model is built and the step runs in, such as one that plants a bug."""
+_LAYOUT = re.compile(
+    r"--(sequence-parallel|use-distributed-optimizer|overlap-\S+|(\S+-parallel-(size|layout)|cp-comm-type|"
+    r"num-layers-per-virtual-pipeline-stage|num-distributed-optimizer-instances) \S+)(?!\S)"
+)
+"""Flags that the same model on one rank does without."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """First step of a command from random weights, on a random batch.
+    """First steps of a command from random weights, each on the same random batch.
 
     Attributes:
         flags: the command's flags, beside `FLAGS`.
@@ -72,15 +84,17 @@ class Run:
     folder: Path
     masked: bool = False
     seed: int = 0
+    steps: int = 1
 
     @property
     def arguments(self) -> list[str]:
-        return f"{FLAGS} {self.flags}".split()
+        return shlex.split(f"{FLAGS} {self.flags}")
 
     @property
     def text(self) -> str:
         """The command."""
-        return f"torchrun --nproc-per-node {self.ranks} pretrain_gpt.py {' '.join(self.arguments)}"
+        program = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in self.flags else "pretrain_gpt.py"
+        return f"torchrun --nproc-per-node {self.ranks} {program} {shlex.join(self.arguments)}"
 
     def command(self) -> Command:
         return read_command(self.text)
@@ -88,7 +102,7 @@ class Run:
     def prepare(self) -> Path:
         """Write the command, the batch and the weights, and return the folder of the weights."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "COMMAND.txt").write_text(f"{self.text}\n")
+        (self.folder / "command.txt").write_text(f"{self.text}\n")
         save_file(self.batch(), self.folder / "batch.safetensors")
         config, size = self.command().config, self.command().sizes["tp"]
         model = replace(config.model, vocab_size=config.model.padded_vocab_size(size))
@@ -117,10 +131,10 @@ class Run:
         return {"tokens": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone(), "loss_mask": mask.float()}
 
     def record(self, pools: RankPools, weights: Path, how: How = "logs", within: Within = nullcontext) -> Path:
-        """Run the step on its ranks, and return the folder of its trace."""
+        """Run the steps on its ranks, and return the folder of its trace."""
         folder = self.folder / how
         arguments = [*self.arguments, "--save", str(folder), "--save-interval", "100"]
-        pools(self.ranks).run(step, arguments, weights, self.batch(), folder, how, within)
+        pools(self.ranks).run(train, arguments, weights, self.batch(), folder, how, within, self.steps)
         return folder
 
     def batches(self, trace: Trace) -> StepBatches:
@@ -131,7 +145,7 @@ class Run:
         per_rank = len(parts["tokens"]) // replicas
         order = [at * replicas + replica for replica in range(replicas) for at in range(per_rank)]
         arrays = tuple(_arrays({name: each[at] for name, each in parts.items()}, at * size) for at in order)
-        numbers = {}
+        numbers: dict[tuple[int, int], int] = {}
         for rank, axes in trace.coordinates.items():
             first = axes.get("dp", (0, 1))[0] * per_rank
             numbers |= {(rank, at): first + at for at in range(per_rank)} | {(rank, LAST): first + per_rank - 1}
@@ -156,28 +170,41 @@ def _arrays(parts: Mapping[str, Tensor], first: int) -> MicroBatchArrays:
 # ------------------------------------------------------------------------------------------------ on a rank
 
 
-def step(
-    arguments: Sequence[str], weights: Path, batch: Mapping[str, Tensor], folder: Path, how: How, within: Within
+def train(
+    arguments: Sequence[str],
+    weights: Path,
+    batch: Mapping[str, Tensor],
+    folder: Path,
+    how: How,
+    within: Within,
+    steps: int,
 ) -> None:
-    """Run the first step of a command on this rank, and record it in a folder, with what the program logs of it.
+    """Run the first steps of a command on this rank, and record them in a folder.
+
+    Beside it are written metrics.jsonl and checkpoint_next/, the weights after the last step.
 
     Args:
         arguments: the flags with which the program starts.
         weights: folder of a checkpoint in the form torch_dist.
         batch: the global batch, as `Run.batch` returns it.
     """
-    with _program([*arguments, *_WHOLE_GRADIENTS, *(_LOGS if how == "logs" else ())]) as args:
+    flags = [*arguments, *_WHOLE_GRADIENTS, *(_LOGS if how == "logs" else ())]
+    with _program(flags) as args, within():
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.utils import get_model_config
         from megatron.training import training
 
         model = training.get_model(_network)
-        _load(model, weights)
         optimizer = _optimizer(model, args)
+        _load(model, weights)
+        if args.bf16:
+            optimizer.reload_model_params()  # as the program does when it loads weights alone
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
         recorder = Recorder(
             folder,
             model,
-            steps={1} if how != "logs" else (),
+            steps=range(1, steps + 1) if how != "logs" else (),
             program="megatron",
             whole=how == "whole",
             coordinates=_coordinates(),
@@ -185,27 +212,32 @@ def step(
         if how != "logs":
             optimizer.step = _after(recorder.gradients, optimizer.step)
         config = get_model_config(model[0])
-        with recorder.step(1), within():
-            config.grad_scale_func = optimizer.scale_loss  # as `train` does
-            config.finalize_model_grads_func = training.finalize_model_grads
-            losses, skipped, *_, norm, _, _ = training.train_step(
-                partial(_forward_step, recorder=recorder),
-                _iterators(batch, args),
-                model,
-                optimizer,
-                training.get_optimizer_param_scheduler(optimizer),
-                config,
-                get_forward_backward_func(),
-                iteration=0,
-            )
-            assert not skipped
-            figures = {"grad_norm": float(norm)}
-            if losses:  # on the last pipeline stage
-                figures["loss"] = float(losses["lm loss"])
-            recorder.figures(**figures)
-        if losses:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "log.txt").write_text(" ".join(f"{name}: {value!r}" for name, value in figures.items()))
+        config.grad_scale_func = optimizer.scale_loss  # as `train` does
+        config.finalize_model_grads_func = training.finalize_model_grads
+        rows = []
+        for number in range(1, steps + 1):
+            rate = get_canonical_lr_for_logging(optimizer.param_groups)
+            with recorder.step(number):
+                losses, skipped, *_, norm, _, _ = training.train_step(
+                    partial(_forward_step, recorder=recorder),
+                    _iterators(batch, args),
+                    model,
+                    optimizer,
+                    scheduler,
+                    config,
+                    get_forward_backward_func(),
+                    iteration=number - 1,
+                )
+                assert not skipped
+                figures = {"grad_norm": float(norm), "learning_rate": rate}
+                if losses:  # on the last pipeline stage
+                    figures["loss"] = float(losses["lm loss"])
+                recorder.figures(**figures)
+            rows.append({"step": number, **figures})
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # which prints them
+            text = "".join(f"{json.dumps(row)}\n" for row in rows)
+            (folder.parent / "metrics.jsonl").write_text(text)
+        _save(model, args, folder.parent / "checkpoint_next")
 
 
 def _after(first: Callable[[], None], function: Callable[[], Any]) -> Callable[[], Any]:
@@ -239,16 +271,47 @@ def _coordinates() -> dict[str, tuple[int, int]]:
 
 
 def _network(pre_process: bool, post_process: bool, vp_stage: int | None = None, **_: Any) -> Any:
-    """Build a chunk of the network, as `pretrain_gpt.py` does with --transformer-impl local."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    """Build a chunk of the network, as `pretrain_gpt.py` and `pretrain_hybrid.py` do, without Transformer Engine."""
     from megatron.training import get_args
     from megatron.training.arguments import core_transformer_config_from_args
 
     args = get_args()
-    config = core_transformer_config_from_args(args)
+    options = {
+        "config": core_transformer_config_from_args(args),
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "vp_stage": vp_stage,
+    }
+    return _hybrid(args, options) if args.hybrid_layer_pattern else _gpt(args, options)
+
+
+def _hybrid(args: Any, options: Mapping[str, Any]) -> Any:
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    hybrid_block.TENorm = WrappedTorchNorm
+    options["config"].deterministic_mode = True  # the gated delta rule in PyTorch
+    return HybridModel(
+        hybrid_stack_spec=megatron_hybrid.stack(True, args), hybrid_layer_pattern=args.hybrid_layer_pattern, **options
+    )
+
+
+def _gpt(args: Any, options: Mapping[str, Any]) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    config, vp_stage = options["config"], options["vp_stage"]
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=args.normalization, vp_stage=vp_stage
     )
@@ -263,22 +326,7 @@ def _network(pre_process: bool, post_process: bool, vp_stage: int | None = None,
             attention.core_attention = _Core
         if args.multi_latent_attention and args.q_lora_rank is None:
             attention.q_layernorm = IdentityOp
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        vp_stage=vp_stage,
-    )
+    return GPTModel(transformer_layer_spec=spec, rope_scaling=args.use_rope_scaling, **options)
 
 
 def _iterators(batch: Mapping[str, Tensor], args: Any) -> Any:
@@ -331,7 +379,9 @@ def _program(flags: Sequence[str]) -> Iterator[Any]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(None))
+        megatron_hybrid.stand_in()
         from megatron.core import tensor_parallel
+        from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_logging, moe_utils, token_dispatcher
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -350,6 +400,8 @@ def _program(flags: Sequence[str]) -> Iterator[Any]:
         stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None))
         stack.enter_context(mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_list))
         stack.enter_context(mock.patch.object(multi_latent_attention, "HAVE_TE", False))
+        offloaded = partialmethod(_offloaded, HybridDeviceOptimizer._get_sub_optimizer_param_groups)
+        stack.enter_context(mock.patch.object(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", offloaded))
         stack.enter_context(mock.patch.object(initialize, "_compile_dependencies"))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling would take ten seconds
         stack.enter_context(mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]))
@@ -383,6 +435,19 @@ def _load(model: Sequence[Any], weights: Path) -> None:
     loaded = dist_checkpointing.load(states, str(weights), strict="raise_unexpected")
     for at, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(at)], strict=False)
+
+
+def _save(model: Sequence[Any], args: Any, folder: Path) -> None:
+    """Write the weights as a checkpoint."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    write_in_this_process()
+    folder.mkdir(exist_ok=True)
+    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
+    for at, chunk in enumerate(unwrap_model(model)):
+        state[f"model{at}"] = chunk.sharded_state_dict()
+    dist_checkpointing.save(state, str(folder))
 
 
 class _LayerNorm(nn.LayerNorm):
@@ -456,6 +521,12 @@ class _Gathered(torch.autograd.Function):
 def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Return counts as the program has them after it has moved them from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _offloaded(self: Any, divide: Callable[[Any, float], tuple[Any, ...]], fraction: float) -> tuple[Any, ...]:
+    """Return the groups of an optimizer that keeps its weights on the CPU, with the places that it has on a GPU."""
+    on_cpu, on_gpu, _, _, copies = divide(self, fraction)
+    return on_cpu, on_gpu, copies, {copy: weight for weight, copy in copies.items()}, copies
 
 
 class _Stream:
@@ -543,20 +614,38 @@ def _as_on_a_gpu() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ as a program
 
 
+def make_case(bug: Path, folder: Path, wrong: bool, pools: RankPools) -> None:
+    """Make the runs of a case from the file of a bug, in a folder."""
+    given = runpy.run_path(str(bug))
+    flags, ranks = given["FLAGS"], given["RANKS"]
+    patch = "wrong" if wrong else "right"
+    alone = given.get("REFERENCE", _LAYOUT.sub("", flags))
+    runs = {
+        "run": (flags if wrong else given.get("RIGHT", flags), ranks, partial(_patched, bug, patch)),
+        "reference": (alone, 1 if "REFERENCE" not in given else ranks, partial(_patched, bug, "right")),
+    }
+    for name, (of_run, number, within) in runs.items():
+        run = Run(of_run, number, folder / name, given.get("MASKED", False), steps=given.get("STEPS", 1))
+        run.record(pools, run.prepare(), "sketches", within).rename(folder / name / "trace")
+
+
+@contextlib.contextmanager
+def _patched(bug: Path, name: str) -> Iterator[None]:
+    """Enter the context manager that the file of a bug has under a name, if it has one."""
+    with runpy.run_path(str(bug)).get(name, nullcontext)():
+        yield
+
+
 def main() -> None:
-    """Record the step of the command line in all three ways."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--masked", action="store_true")
-    parser.add_argument("flags", nargs="*", help="flags of Megatron-LM, after --")
+    """Make the runs of a case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("bug", type=Path, help="file of the bug")
+    parser.add_argument("folder", type=Path, help="for the runs")
+    parser.add_argument("--right", action="store_true", help="run the program as it should be")
     options = parser.parse_args()
-    run = Run(" ".join(options.flags), options.ranks, options.out, options.masked)
     pools = RankPools()
     try:
-        weights = run.prepare()
-        for how in ("logs", "whole", "sketches"):
-            run.record(pools, weights, how)
+        make_case(options.bug, options.folder, not options.right, pools)
     finally:
         pools.close()
 
