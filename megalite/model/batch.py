@@ -57,6 +57,24 @@ class FurtherTokens:
 
 
 @dataclass(frozen=True)
+class SampleSources:
+    """Sources of the samples of a micro-batch, those of a blend of data.
+
+    Attributes:
+        numbers: [batch] int64, the source of each sample.
+        count: number of all sources.
+    """
+
+    numbers: Tensor
+    count: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sum over each source of values [batch, sequence], [sources] in fp64, without a gradient."""
+        of_samples = values.detach().sum(1, dtype=torch.float64)
+        return of_samples.new_zeros(self.count).index_add_(0, self.numbers, of_samples)
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The samples of one forward pass, with the position of each token. Modules never derive it from a local index.
 
@@ -79,6 +97,9 @@ class MicroBatch:
             among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
         token_loss: the loss, given `labels`; None for the sum of the token losses times `loss_mask`.
         further: inputs and labels of the network's depths; None: they do not run.
+        sources: sources of the samples, by which the loss is recorded, too; None: it is not.
+        text_bytes: [batch, sequence] int64, bytes of the text of each label, for which the loss in bits is recorded,
+            too; None: it is not.
     """
 
     tokens: Tensor
@@ -95,6 +116,8 @@ class MicroBatch:
     token_loss: TokenLoss | None = None
     further: FurtherTokens | None = None
     lengths: Tensor | None = None
+    sources: SampleSources | None = None
+    text_bytes: Tensor | None = None
 
     @property
     def sample_ids(self) -> Sequence[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +17,7 @@ from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Sharding
-from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage import LossTerm, TermSums
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.loss_options import LossOptions
 
@@ -27,6 +29,54 @@ def _valid_tokens(micro_batch: MicroBatch) -> Tensor:
 
 
 LM_LOSS = LossTerm("lm_loss", _valid_tokens)
+_BY_SOURCE = "lm_loss by source"
+_BITS = "bits_per_byte"
+
+
+def loss_by_source(names: Sequence[str]) -> LossTerm:
+    """Declare the loss of the tokens of each source, which is only recorded: lm_loss/NAME."""
+
+    def count(micro_batch: MicroBatch) -> Tensor:
+        assert micro_batch.loss_mask is not None
+        return _by_source(micro_batch, micro_batch.loss_mask)
+
+    return LossTerm(_BY_SOURCE, count, weight=0.0, parts=tuple(f"{LM_LOSS.name}/{name}" for name in names))
+
+
+def bits_per_byte(names: Sequence[str]) -> LossTerm:
+    """Declare the loss in bits per byte of text, and that of each source, which are only recorded."""
+
+    def count(micro_batch: MicroBatch) -> Tensor:
+        assert micro_batch.loss_mask is not None
+        assert micro_batch.text_bytes is not None
+        return _with_sources(micro_batch, micro_batch.loss_mask * micro_batch.text_bytes)
+
+    return LossTerm(_BITS, count, weight=0.0, parts=(_BITS, *(f"{_BITS}/{name}" for name in names)))
+
+
+def _by_source(micro_batch: MicroBatch, values: Tensor) -> Tensor:
+    """Return the sums of values [batch, sequence] over each source, [sources]."""
+    assert micro_batch.sources is not None
+    return micro_batch.sources.sums(values)
+
+
+def _with_sources(micro_batch: MicroBatch, values: Tensor) -> Tensor:
+    """Return the sum of values [batch, sequence], and those over each source if there are any, [1 + sources]."""
+    total = values.detach().sum(dtype=torch.float64).unsqueeze(0)
+    return total if micro_batch.sources is None else torch.cat([total, _by_source(micro_batch, values)])
+
+
+def recorded_terms(micro_batch: MicroBatch, losses: Tensor) -> TermSums:
+    """Return the sums of the terms that are only recorded, for what the micro-batch tells of its samples.
+
+    `losses`: those of the network's tokens times their weights, [batch, sequence].
+    """
+    found = {}
+    if micro_batch.sources is not None:
+        found[_BY_SOURCE] = _by_source(micro_batch, losses)
+    if micro_batch.text_bytes is not None:
+        found[_BITS] = _with_sources(micro_batch, losses) / math.log(2)
+    return found
 
 
 @dataclass(frozen=True)

@@ -198,9 +198,12 @@ class _Chunk(Generic[MicroBatch]):
         return edges
 
     def check_terms(self, terms: TermSums, loss_multipliers: Mapping[str, float] | None, micro_batch: int) -> None:
-        """Raise MegaliteError for a term that is not a scalar in fp32 or wider, or has no multiplier in training."""
+        """Raise MegaliteError for a term that is not a scalar in fp32 or wider, or has no multiplier in training.
+
+        One that is only recorded may be a vector.
+        """
         for name, term in terms.items():
-            if not isinstance(term, Tensor) or term.dim() or not _is_wide(term):
+            if not isinstance(term, Tensor) or term.dim() > (not term.requires_grad) or not _is_wide(term):
                 shown = f"{tuple(term.shape)} of {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
                 raise MegaliteError(
                     f"stage {self.stage} returned a term of the loss that is not a scalar of fp32 or wider for "

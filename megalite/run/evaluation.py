@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums, items_of
@@ -32,32 +32,37 @@ def evaluate(
     task, mesh, batch_size = trainer.task, trainer.mesh, trainer.evaluation_batch_size
     sums, counts = NO_SUMS, NO_SUMS
     with trainer.evaluating(), loader or task.evaluation_loader(test=test) as loader:
+        terms = (*task.evaluated, *loader.terms)
         wanted = (trainer.config.training.eval_iters if batches is None else batches) * batch_size
         samples = wanted if loader.length is None else min(wanted, loader.length)
         for start in range(0, samples, batch_size):
             if start and should_stop is not None and should_stop():
                 return None
             is_full = start + batch_size <= samples
-            for found in (_of_batch if is_full else _of_last)(trainer, loader, start):
+            for found in (_of_batch if is_full else _of_last)(trainer, loader, start, terms):
                 sums, counts = add_sums(sums, found[0]), add_sums(counts, found[1])
     trainer.return_unused_memory(1)
     metrics = [LossTerm(name, loss_terms.no_count) for metric in task.metrics for name in (metric, items_of(metric))]
-    totals = dict(loss_terms.total_sums((*task.evaluated, *metrics), sums, mesh))
-    total_counts = dict(loss_terms.total_counts(task.evaluated, counts, mesh))
+    totals = dict(loss_terms.total_sums((*terms, *metrics), sums, mesh))
+    total_counts = dict(loss_terms.total_counts(terms, counts, mesh))
     total_counts |= {metric: totals.pop(items_of(metric)) for metric in task.metrics}
     trainer.empty_terms.add(total_counts)
     return loss_terms.means(totals, total_counts)
 
 
-def _of_batch(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tuple[TermSums, TermSums]]:
+def _of_batch(
+    trainer: Trainer, loader: Loader[Any], start: int, terms: Sequence[LossTerm]
+) -> Iterator[tuple[TermSums, TermSums]]:
     """Yield this rank's sums and counts of a batch."""
     deal = trainer.deal(trainer.evaluation_batch_size)
     micro_batches = loader.micro_batches(start, deal)
     sums = trainer.engine.run(trainer.schedules.evaluation(deal.slots), micro_batches)
-    yield sums, loss_terms.counted(trainer.task.evaluated, micro_batches, trainer.mesh.device)
+    yield sums, loss_terms.counted(terms, micro_batches, trainer.mesh.device)
 
 
-def _of_last(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tuple[TermSums, TermSums]]:
+def _of_last(
+    trainer: Trainer, loader: Loader[Any], start: int, terms: Sequence[LossTerm]
+) -> Iterator[tuple[TermSums, TermSums]]:
     """Yield this rank's sums and counts of the samples from `start` on, which do not fill a batch."""
     if not trainer.schedules.has(1, backward=False):
         trainer.schedules.prove(evaluation=[1], mesh=trainer.mesh)
@@ -67,4 +72,4 @@ def _of_last(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tupl
         engine.rounded = trainer.engine.rounded
         sums = engine.run(trainer.schedules.evaluation(1), [micro_batch])
         if is_counted:  # all ranks run it, since they communicate
-            yield sums, loss_terms.counted(trainer.task.evaluated, [micro_batch], device)
+            yield sums, loss_terms.counted(terms, [micro_batch], device)

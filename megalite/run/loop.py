@@ -321,8 +321,9 @@ class TrainingLoop:
             self.display.sample(self.trainer.iteration, text)
 
     def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
-        """Show the results of an evaluation; returns the loss and the other means."""
-        task, others = self.trainer.task, dict(means)
+        """Show the results of an evaluation; returns the loss and the other means, of which loss/NAME is by source."""
+        task = self.trainer.task
+        others = {name.replace(f"{task.loss_name}/", "loss/"): mean for name, mean in means.items()}
         loss = others.pop(task.loss_name)
         of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(loss)}
         self._tell_empty()

@@ -13,11 +13,15 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.sampler import Deal
+from megalite.data.sources import Sources, told
 from megalite.model.batch import MicroBatch
-from megalite.model.head import LM_LOSS
+from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS, loss_by_source
 from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import LossTerm
+from megalite.pipeline.stages import Stages
 from megalite.tasks import summary
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
@@ -39,6 +43,7 @@ class _Loader:
     arrays: MicroBatchLoader
     cut: Callable[[Iterable[MicroBatchArrays]], list[MicroBatch]]
     length: int | None = None
+    terms: Sequence[LossTerm] = ()
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatch]:
         return self.cut(self.arrays.micro_batches(consumed_samples, deal))
@@ -75,21 +80,33 @@ class GPTTask(GPTNetworkTask):
         self._recorder: RoutingRecorder | None = None
 
     # ------------------------------------------------------------------------------------------------ the data
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
+        chunks = super().make_chunks(mesh, stages)
+        if self.sources is not None:
+            for chunk in chunks:
+                chunk.main_terms = (LM_LOSS, loss_by_source(self.sources.names))
+        return chunks
+
 
     def train_loader(self) -> _Loader:
-        return replace(self._loader(self.data.train, replays=True), length=len(self.data.train))
+        train = self._loader(self.data.train, self.data.sources, replays=True)
+        return replace(train, length=len(self.data.train))
 
     def evaluation_loader(self, *, test: bool) -> _Loader:
         dataset = self.data.test if test else self.data.valid
         assert dataset is not None
-        return self._loader(dataset)
+        sources = told(self.data.test_sources if test else self.data.valid_sources)
+        terms = () if sources is None else (loss_by_source(sources.names),)
+        return replace(self._loader(dataset, sources), terms=terms)
 
-    def _loader(self, dataset: Dataset[SampleFields], *, replays: bool = False) -> _Loader:
-        routing = self.data.routing if replays else None
-        arrays = builder.make_loader(self.config, self.mesh, self.data, dataset, routing)
+    def _loader(self, dataset: Dataset[SampleFields], sources: Sources | None, *, replays: bool = False) -> _Loader:
+        routing, seed = self.data.routing if replays else None, self.config.training.seed
+        arrays = builder.make_loader(self.config, self.mesh, self.data, dataset, routing, sources)
+        shown = told(sources)
 
         def cut(fields: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
-            return to_micro_batches(fields, self.config.training.seed, self.dtype, self.mesh.device, self.cutting)
+            number = 0 if shown is None else len(shown.names)
+            return to_micro_batches(fields, seed, self.dtype, self.mesh.device, self.cutting, number)
 
         return _Loader(arrays, cut)
 

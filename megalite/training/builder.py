@@ -11,6 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from megalite.checkpoint import Contents, Plan
@@ -31,6 +32,7 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Shares
+from megalite.data.sources import Sources
 from megalite.entry_points import entry_point
 from megalite.model import gpt
 from megalite.model.gpt import GPT
@@ -69,8 +71,11 @@ def make_loader(
     data: RunData,
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
+    sources: Sources | None = None,
+    loss_weights: np.ndarray | None = None,
+    byte_lengths: np.ndarray | None = None,
 ) -> MicroBatchLoader:
-    """Return the loader of this rank's micro-batches."""
+    """Return the loader of this rank's micro-batches. See there for what is optional."""
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
@@ -78,6 +83,9 @@ def make_loader(
         num_workers=config.data.num_workers,
         verification=data.verification,
         routing=routing,
+        sources=sources,
+        loss_weights=loss_weights,
+        byte_lengths=byte_lengths,
     )
 
 

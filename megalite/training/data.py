@@ -22,7 +22,7 @@ from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDat
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
-from megalite.data.sources import MOST_SOURCES, SourceTokens
+from megalite.data.sources import Sources, SourceTokens
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import DataError, MegaliteError
@@ -49,8 +49,16 @@ class RunData:
     """Check of the token files in the background, while the run starts and trains."""
     routing: RoutingRecords | None = None
     """Records of routing that training replays."""
-    sources: SourceTokens | None = None
-    """Counts the tokens of training by source, if there are several."""
+    sources: Sources | None = None
+    """Sources of the samples of training, if there are several."""
+    valid_sources: Sources | None = None
+    test_sources: Sources | None = None
+    valid_sets: Mapping[str, Dataset[SampleFields]] = MappingProxyType({})
+    """Validation sets by name, in place of `valid`."""
+
+    @property
+    def has_validation(self) -> bool:
+        return self.valid is not None or bool(self.valid_sets)
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -129,7 +137,8 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         eval_iters=training.eval_iters,
     )
     verification = Verification(reads=local_rank == 0)
-    (train, valid, test, notes), taken = _open_datasets(config, tokenizer, samples, verification)
+    opened, taken = _open_datasets(config, tokenizer, samples, verification)
+    train = opened.train
     if train is None:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
@@ -142,10 +151,8 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         for sample in _outermost_samples(config):
             routing.require(sample)
     verification.begin()
-    sources = None
-    if isinstance(taken, BlendedDataset) and len(taken.prefixes) <= MOST_SOURCES:
-        sources = SourceTokens(taken.dataset_index, taken.prefixes, config.data.seq_length)
-    return RunData(tokenizer, train, valid, test, notes, verification, routing, sources)
+    sources = [_sources(each, config.data.seq_length) for each in taken]
+    return RunData(tokenizer, train, opened.valid, opened.test, opened.notes, verification, routing, *sources)
 
 
 def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
@@ -187,17 +194,24 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
 
 def _open_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: Samples, verification: Verification
-) -> tuple[Datasets[SampleFields], object]:
-    """Return the datasets, and that from which the training data take their samples."""
+) -> tuple[Datasets[SampleFields], Sequence[object]]:
+    """Return the datasets, and those from which training, validation and test take their samples."""
     data, seed = config.data, config.training.seed
     if data.sft and not data.mock_data:
         conversations = build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
-        return conversations, conversations.train
+        return conversations, conversations[:3]
     if data.mock_data:
         tokens = build_mock_datasets(data, samples, seed, tokenizer)
     else:
         tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
-    return _with_fields(data, seed, tokenizer, tokens), tokens.train
+    return _with_fields(data, seed, tokenizer, tokens), tokens[:3]
+
+
+def _sources(taken: object, tokens_per_sample: int) -> SourceTokens | None:
+    """Return the sources of a dataset's samples, if it is a blend."""
+    if not isinstance(taken, BlendedDataset):
+        return None
+    return SourceTokens(taken.dataset_index, taken.prefixes, tokens_per_sample)
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:

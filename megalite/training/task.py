@@ -13,7 +13,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import Deal, GlobalBatchSize, Shares
-from megalite.data.sources import SourceTokens
+from megalite.data.sources import Sources
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
@@ -38,6 +38,8 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
 
     length: int | None
     """Number of samples; None: it has as many as are asked for."""
+    terms: Sequence[LossTerm]
+    """Terms that an evaluation of these data computes in addition to those of the task."""
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
@@ -83,7 +85,7 @@ class Task(ABC):
         has_empty_slots: micro-batches can be empty: all their tokens are padding, which counts nowhere.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
-        sources: counts the tokens of training by source; None: they have one source, or none is told.
+        sources: sources of the samples of training; None: they have one, or none is told.
         counted_memory: bytes that this rank keeps on its device, as `summary` has counted them; None before.
     """
 
@@ -100,7 +102,7 @@ class Task(ABC):
     offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
     has_empty_slots: bool = False
-    sources: SourceTokens | None = None
+    sources: Sources | None = None
     counted_memory: int | None = None
 
     # ------------------------------------------------------------------------------------------------ the network

@@ -256,7 +256,7 @@ class OneProcess:
         loss = float(gradients.sums[LM_LOSS.name]) / gradients.counts[LM_LOSS.name]
         if weighted is not plain:
             loss = mean_loss(losses, plain)
-        terms = (each for each in gradients.terms if each.name != LM_LOSS.name and gradients.counts[each.name])
+        terms = (each for each in gradients.terms if each.name != LM_LOSS.name and gradients.counts.get(each.name))
         others = sum(each.weight * float(gradients.sums[each.name]) / gradients.counts[each.name] for each in terms)
         norm = math.hypot(*norms.values())
         clip = clipping(trainer.config.optimizer, norm)
