@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
-from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
+from megalite.config.data import data_problems, tokenizer_problems
 from megalite.config.fields import changed, needs, range_problems
 from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
@@ -24,6 +24,7 @@ from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
+from megalite.config.validate_evaluation import validation_problems
 from megalite.config.validate_experts import expert_run_problems
 from megalite.config.validate_logits import logit_problems
 from megalite.config.validate_model import (
@@ -110,7 +111,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
-        evaluation_problems(data, training.eval_iters),
+        validation_problems(data, training),
         _recompute(config),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),

@@ -30,6 +30,7 @@ from megalite.config.run import TaskConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
+from megalite.data.loss_weights import LossWeights
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Shares
 from megalite.data.sources import Sources
@@ -72,8 +73,9 @@ def make_loader(
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
     sources: Sources | None = None,
-    loss_weights: np.ndarray | None = None,
+    loss_weights: LossWeights | None = None,
     byte_lengths: np.ndarray | None = None,
+    fills: bool = False,
 ) -> MicroBatchLoader:
     """Return the loader of this rank's micro-batches. See there for what is optional."""
     return MicroBatchLoader(
@@ -86,6 +88,7 @@ def make_loader(
         sources=sources,
         loss_weights=loss_weights,
         byte_lengths=byte_lengths,
+        fills=fills,
     )
 
 

@@ -306,7 +306,7 @@ def test_sequences_hold_conversations_apart_with_loss_on_their_answers(tmp_path:
 
 def test_long_conversations_are_cut_with_a_note(tmp_path: Path) -> None:
     long = {"prompt": "q", "completion": "x" * 100}
-    train, _, _, notes = build(write(tmp_path / "a.jsonl", long, {"prompt": "q", "completion": "a"}))
+    train, _, _, notes, _ = build(write(tmp_path / "a.jsonl", long, {"prompt": "q", "completion": "a"}))
     assert len(notes) == 1
     assert notes[0].endswith("a.jsonl: 1 of 2 conversations are longer than --seq-length and are cut")
     assert train is not None
@@ -315,7 +315,7 @@ def test_long_conversations_are_cut_with_a_note(tmp_path: Path) -> None:
 
 def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     silent = {"messages": TALK[:2]}
-    train, _, _, notes = build(
+    train, _, _, notes, _ = build(
         write(tmp_path / "a.jsonl", silent, {"prompt": "q" * 41, "completion": "a"}, {"messages": TALK[1:3]})
     )
     assert train is not None
