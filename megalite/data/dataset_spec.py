@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megalite.config.data import DataConfig, split_shares
 from megalite.data.blend import normalize, parse_blend
+from megalite.entry_points import entry_point
 from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
 
@@ -40,6 +41,13 @@ def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
     """
     data_path: Sequence[str] = data.data_path
     each: Sequence[Sequence[str]] = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if data.data_mix_schedule is not None and data.divided:
+        # Every sample of the shares at most once, whatever the weights of training are.
+        prefixes = entry_point("mixed_prefixes")(data.data_mix_schedule)
+        bounds = parse_split(data.split)[1:]
+        return [None, *(DatasetSpec(prefixes, None, *share) if share else None for share in bounds)]
+    if data.data_mix_schedule is not None:
+        return [None, *(_whole(path) if path else None for path in each[1:])]
     if sum(map(bool, (data_path, any(each), data.data_args_path, data.per_split_data_args_path))) != 1:
         raise ConfigurationError(
             "give the data in one way: --data-path or --data-args-path (with --split), --train-data-path with "

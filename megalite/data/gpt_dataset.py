@@ -127,7 +127,7 @@ class GPTDataset:
         seed: int,
         cache: IndexCache,
     ) -> None:
-        self.indexed = indexed
+        self.indexed, self.num_samples = indexed, num_samples
         self.sequence_length = sequence_length
         tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if tokens == 0:

@@ -1,0 +1,245 @@
+"""The mix of a run, from its flags and from the checkpoint that it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os.path import realpath as _real
+from typing import Any
+
+import numpy as np
+
+from megalite.config import DataConfig
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Ranges, sample_at
+from megalite.data.side_file import check_tokenizer, read_side_file
+from megalite.data.tokenizers import Tokenizer
+from megalite.data.verification import Verification
+from megalite.errors import ConfigurationError, DataError
+from megalite.extras.mixes.blend_past import read_by_blend, training_share
+from megalite.extras.mixes.history import (
+    SECTION,
+    History,
+    MixedPhase,
+    SourceRecord,
+    ended,
+    joined,
+    planned,
+    read_history,
+)
+from megalite.extras.mixes.mix import Mix
+from megalite.extras.mixes.schedule import MARK, read_schedule
+from megalite.extras.mixes.token_source import TokenSource
+from megalite.process.host import raise_open_file_limit
+from megalite.process.output import printable
+from megalite.storage import AnyPath
+
+_SHOWN = 8
+"""Most sources of a phase that a note names."""
+
+
+class ScheduledMix:
+    """The samples of a run with `--data-mix-schedule`, by their number: tokens int64 [sequence_length + 1].
+
+    Args:
+        data: the options of the data.
+        seed: seed of the order of each source.
+        tokenizer: the tokenizer; it must be the one that is recorded with the data, if one is recorded.
+        verification: check to add the files to; the caller begins it. None: indexes are checked when they are opened.
+
+    Raises:
+        DataError: the schedule or a file has a mistake.
+
+    Attributes:
+        mix: samples of the phases so far and to come.
+    """
+
+    def __init__(
+        self, data: DataConfig, seed: int, tokenizer: Tokenizer, verification: Verification | None = None
+    ) -> None:
+        self._data, self._seed, self._tokenizer = data, seed, tokenizer
+        assert data.data_mix_schedule is not None
+        raise_open_file_limit()
+        self.schedule = read_schedule(data.data_mix_schedule)
+        self._cache, self._share = IndexCache(data.data_cache_path), training_share(data)
+        used = dict.fromkeys(name for phase in self.schedule.phases for name in phase.weights)
+        self._sources = {name: self._open(name, self.schedule.sources[name].prefixes, verification) for name in used}
+        self._plan = planned(self.schedule, data.seq_length)
+        self._records = {name: _record(source) for name, source in self._sources.items()}
+        self._names = [printable(name) for name in self._sources]  # records go to other programs
+        self._numbers = {name: number for number, name in enumerate(self._sources)}
+        self.mix = Mix(History(self._plan, self._records, seed), self._sources)
+
+    def _open(self, name: str, prefixes: Sequence[str], verification: Verification | None) -> TokenSource:
+        records = [read_side_file(prefix) for prefix in prefixes]
+        files = []
+        for prefix, record in zip(prefixes, records, strict=True):
+            check_tokenizer(prefix, record, self._tokenizer.identity())
+            files.append(IndexedDataset(prefix, self._data.mmap_bin_files, check=verification is None))
+            if verification is not None:
+                verification.add(files[-1], record)
+        return TokenSource(name, files, records, self._share, self._seed, self._cache)
+
+    def __len__(self) -> int:
+        return len(self.mix)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return self.mix[sample]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the sources of the schedule."""
+        return self._names
+
+    def of(self, sample: int) -> int:
+        """Return the number of the source of a sample, its place among the names."""
+        return self._numbers[self.mix.source_of(sample)]
+
+    def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
+        """Return the tokens of each source among the first samples, as figures of a record."""
+        return self.mix.after(consumed_samples, left_out)
+
+    def notes(self, end: int) -> tuple[str, ...]:
+        """Return notes on what the data until the sample `end` will lack. Raises DataError if they end before."""
+        return (*self._cache.notes, *self.mix.notes(end))
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def saved(self) -> dict[str, Any]:
+        """Return the section of a checkpoint's configuration that has the history."""
+        return {SECTION: self.mix.history.saved()}
+
+    def resume(self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges) -> Resumed:
+        """Continue from a checkpoint: of a mix, of a blend, or of other data.
+
+        Args:
+            path: the checkpoint, for messages.
+            saved: its configuration.
+            consumed_samples: samples that its run had consumed, of that run's length.
+            left_out: samples that the run passes over.
+
+        Raises:
+            ConfigurationError, DataError: the run cannot go on with these flags or sources.
+            CheckpointError: the history cannot be read.
+        """
+        length = self._data.seq_length
+        former = int(saved.get("data", {}).get("seq_length", length))
+        number, notes = sample_at(consumed_samples - 1, left_out) + 1, []
+        following = number if former == length else -(-number * former // length)
+        if former != length:
+            if left_out and left_out[-1][1] >= number:
+                raise ConfigurationError(
+                    f"--seq-length {length}: {path} leaves out samples {left_out[-1][0]} to {left_out[-1][1]} of "
+                    f"{former} tokens, which are still to come: continue with --seq-length {former} until they have "
+                    "passed"
+                )
+            consumed_samples = following
+            notes.append(
+                f"samples have {length:,} tokens from here on, and had {former:,}: the next one is number "
+                f"{following:,} now, and was {number:,}"
+            )
+        past = read_history(path, saved)
+        if past is None:
+            begins, records = self._after_blend(path, saved, number)
+            phases = joined((), self._plan, following)
+        else:
+            begins, records, former_phases = self._after_mix(path, past)
+            phases = former_phases if former == length else ended(former_phases, number)
+            phases = joined(phases, self._plan, following)
+        self._set(History(phases, records, self._seed))
+        new = [each for each in phases if past is None or (each.until is None and each not in past.phases)]
+        why = f"{begins}sample {new[0].first:,} is the first of a phase: {_in_words(new[0])}" if new else begins or None
+        notes += [] if why is None else [why]
+        return Resumed(consumed_samples, tuple(f"note: data mix: {note}" for note in notes), why)
+
+    def _after_mix(self, path: AnyPath, past: History) -> tuple[str, dict[str, SourceRecord], tuple[MixedPhase, ...]]:
+        """Return what is new in words, the sources, and the phases so far, behind samples of a mix."""
+        if past.seed != self._seed:
+            raise ConfigurationError(
+                f"--seed {self._seed}: the sources of {path} were shuffled with {past.seed}, and another seed would "
+                "repeat samples and lose others: give the same one"
+            )
+        changed = self._changed(past.sources)
+        names = {former: f"{former}{MARK}{past.sources[former].identity[:8]}" for former in changed.values()}
+        records = {names.get(name, name): record for name, record in past.sources.items()}
+        for name, record in self._records.items():
+            # A source that only a blend has read so far is named by its path.
+            known = records.pop(_real(record.prefixes[0]), None) or records.get(name)
+            records[name] = record if known is None else replace(record, blend=known.blend)
+        begins = f"changed files of {', '.join(changed)} are read from their beginning; " if changed else ""
+        return begins, records, tuple(_renamed(phase, names) for phase in past.phases)
+
+    def _changed(self, sources: Mapping[str, SourceRecord]) -> dict[str, str]:
+        """Return the sources whose files have changed, with the names that they had.
+
+        Raises DataError if that is not allowed, or if the files of a source were those of another one.
+        """
+        changed = {}
+        present = [(name, known) for name, known in sources.items() if MARK not in name]
+        former = {_real(prefix): name for name, known in present for prefix in known.prefixes}
+        for name, record in self._records.items():
+            paths = [_real(prefix) for prefix in record.prefixes]
+            other = next((former[path] for path in paths if path in former), name)
+            if other not in (name, paths[0]):
+                raise DataError(
+                    f"--data-mix-schedule {self.schedule.path}: files of {name} were the source {other} before: keep "
+                    "its name and its files, or samples would be repeated"
+                )
+            known = sources.get(other)
+            if known is None or known.identity == record.identity:
+                continue
+            if not self._data.allow_changed_sources:
+                raise DataError(
+                    f"the files of the source {name} have changed: {known.tokens:,} tokens with the checksum "
+                    f"{known.identity[:8]} before, now {record.tokens:,} with {record.identity[:8]}. Samples would be "
+                    "repeated or lost: bring the files back, give the new ones a source of their own, or give "
+                    "--allow-changed-sources, with which they are read from their beginning"
+                )
+            changed[name] = other
+        return changed
+
+    def _after_blend(self, path: AnyPath, saved: Mapping[str, Any], number: int) -> tuple[str, dict[str, SourceRecord]]:
+        """Return how the mix begins, in words, and the sources, behind samples of a blend or of other data."""
+        records, taken = dict(self._records), []
+        read = read_by_blend(path, saved, number, self._tokenizer, self._share, self._seed)
+        for prefix, (past, file) in read.items():
+            name = next((name for name, each in records.items() if prefix in map(_real, each.prefixes)), None)
+            if name is None:
+                source = TokenSource(prefix, [file], [read_side_file(prefix)], self._share, self._seed, self._cache)
+                records[prefix] = replace(_record(source), blend=past)
+                continue
+            if len(records[name].prefixes) > 1:
+                raise DataError(
+                    f"--data-mix-schedule {self.schedule.path}: the blend of {path} has read {prefix}, one of the "
+                    f"{len(records[name].prefixes)} files of {name}: make it a source of its own, so that none of its "
+                    "samples is repeated"
+                )
+            records[name] = replace(records[name], blend=past)
+            taken.append(f"{name} behind its sample {past.consumed:,}")
+        begins = f"takes over from a blend ({', '.join(taken)})" if taken else "its sources have not been read before"
+        return f"{begins}; ", records
+
+    def _set(self, history: History) -> None:
+        pasts = {name: history.sources[name].blend for name in self._sources}
+        blends = {name: self._sources[name].after_blend(past) for name, past in pasts.items() if past is not None}
+        self.mix = Mix(history, self._sources, blends)
+
+
+def _record(source: TokenSource) -> SourceRecord:
+    return SourceRecord(tuple(source.prefixes), source.tokens, source.identity())
+
+
+def _renamed(phase: MixedPhase, names: Mapping[str, str]) -> MixedPhase:
+    """Return a phase whose sources have other names."""
+    weights, caps = ({names.get(name, name): each for name, each in found.items()} for found in phase.mix)
+    return replace(phase, weights=weights, max_epochs=caps)
+
+
+def _in_words(phase: MixedPhase) -> str:
+    """Return the mix of a phase for a person."""
+    total = sum(phase.weights.values())
+    shares = sorted(((weight / total, name) for name, weight in phase.weights.items()), reverse=True)
+    shown = ", ".join(f"{name} {share:.3%}" for share, name in shares[:_SHOWN])
+    return f"{shown} and {len(shares) - _SHOWN} more" if len(shares) > _SHOWN else shown

@@ -1,0 +1,164 @@
+"""The phases of a run as they were and as they are planned: what a checkpoint keeps, and how a changed file joins it.
+
+A phase counts in samples, of the length that its samples have. If the length changes, the number of the next sample is
+that of the tokens so far in samples of the new length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megalite.config.run import fits
+from megalite.errors import CheckpointError
+from megalite.extras.mixes.schedule import Schedule
+from megalite.extras.mixes.token_source import BlendPast
+from megalite.storage import AnyPath
+
+SECTION = "data_mix"
+"""Section of a checkpoint's configuration that has the history."""
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class MixedPhase:
+    """Samples of which the sources have the same weights.
+
+    Attributes:
+        first: number of its first sample.
+        until: number behind its last sample, if phases behind it have samples of another length; None: the next begins
+            there, or there is none.
+        length: tokens of a sample.
+        weights: weight of each source.
+        max_epochs: most times that sources may have been read at its end, over the whole run.
+    """
+
+    first: int
+    until: int | None
+    length: int
+    weights: Mapping[str, float]
+    max_epochs: Mapping[str, float]
+
+    @property
+    def mix(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """What decides which samples are given."""
+        return self.weights, self.max_epochs
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """A source as the run has read it.
+
+    Attributes:
+        prefixes: paths of its files.
+        tokens: tokens of all of them.
+        identity: their checksum.
+        blend: what it gave to a blend before the first phase; None: nothing.
+    """
+
+    prefixes: tuple[str, ...]
+    tokens: int
+    identity: str
+    blend: BlendPast | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """Phases in order, the sources that they name, and the seed of the order of each."""
+
+    phases: tuple[MixedPhase, ...]
+    sources: Mapping[str, SourceRecord]
+    seed: int
+
+    def saved(self) -> dict[str, Any]:
+        """Return the history as JSON."""
+        return {"version": _VERSION, **asdict(self)}
+
+    def end_of(self, number: int) -> int | None:
+        """Return the number behind the last sample of a phase; None for the last one."""
+        phase = self.phases[number]
+        return self.phases[number + 1].first if phase.until is None and number + 1 < len(self.phases) else phase.until
+
+
+def planned(schedule: Schedule, length: int) -> tuple[MixedPhase, ...]:
+    """Return the phases of a schedule in samples of a length: one begins with the first sample behind its token."""
+    phases = []
+    for phase in schedule.phases:
+        caps = {name: each for name in phase.weights if (each := schedule.sources[name].max_epochs) is not None}
+        phases.append(MixedPhase(-(-phase.first_token // length), None, length, phase.weights, caps))
+    last = {phase.first: phase for phase in phases}  # of two within one sample, the later one
+    return tuple(last.values())
+
+
+def joined(past: Sequence[MixedPhase], plan: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
+    """Return the past until a sample, and the plan from where the two differ: what is the same goes on as it was.
+
+    `sample`: number of the next sample, of the plan's length, as are those of past phases that have not `ended`.
+    """
+    going_on = [each for each in past if each.until is None]
+    if going_on:
+        begins = sorted({sample, *(each.first for each in (*past, *plan) if each.first > sample)})
+        differing = [at for at in begins if _at(past, at).mix != _at(plan, at).mix]
+        if not differing:
+            return tuple(past)
+        sample = differing[0]
+    kept = [each for each in past if each.until is not None or each.first < sample]
+    return (*kept, replace(_at(plan, sample), first=sample), *(each for each in plan if each.first > sample))
+
+
+def ended(past: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
+    """Return the phases until a sample of their length: those behind it have samples of another length."""
+    begun = [each for each in past if each.until is not None or each.first < sample]
+    ends = [*(each.first for each in begun[1:]), sample]
+    return tuple(
+        replace(each, until=end) if each.until is None else each for each, end in zip(begun, ends, strict=True)
+    )
+
+
+def _at(phases: Iterable[MixedPhase], sample: int) -> MixedPhase:
+    """Return the phase of a sample, among those that have not ended."""
+    return [each for each in phases if each.until is None and each.first <= sample][-1]
+
+
+def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
+    """Return the history in the configuration of a checkpoint, or None. Raises CheckpointError if it is not valid."""
+    found = saved.get(SECTION)
+    if found is None:
+        return None
+    try:
+        if found["version"] != _VERSION:
+            raise ValueError(f"version {found['version']!r}")
+        phases = tuple(MixedPhase(**each) for each in found["phases"])
+        sources = {name: _record(each) for name, each in found["sources"].items()}
+        if not (phases and fits(found["seed"], int) and all(_is_valid(each, sources) for each in phases)):
+            raise ValueError("a phase is not valid")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: its {SECTION} cannot be read ({error}): it was damaged, or written by another version; resume "
+            "from another checkpoint"
+        ) from error
+    return History(phases, sources, found["seed"])
+
+
+def _record(found: Mapping[str, Any]) -> SourceRecord:
+    record = SourceRecord(**{**found, "prefixes": tuple(found["prefixes"]), "blend": None})
+    past = found["blend"]
+    if not (fits(record.prefixes, tuple[str, ...]) and fits(record.tokens, int) and record.tokens > 0):
+        raise ValueError("a source is not valid")
+    if past is None:
+        return record
+    if not (fits(past, tuple[int | None, int, int]) or (len(past) == 3 and past[0] is None)):
+        raise ValueError("what a source gave to a blend is not valid")
+    return replace(record, blend=BlendPast(*past))
+
+
+def _is_valid(phase: MixedPhase, sources: Mapping[str, SourceRecord]) -> bool:
+    numbers = (phase.first, phase.until, phase.length)
+    return (
+        all(each is None or (type(each) is int and each >= 0) for each in numbers)
+        and phase.length > 0
+        and bool(phase.weights)
+        and phase.weights.keys() <= sources.keys()
+        and all(fits(each, float) and each > 0 for each in (*phase.weights.values(), *phase.max_epochs.values()))
+    )
