@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -21,6 +21,8 @@ class SampleFields(TypedDict):
         document_ids: int64 [sequence_length], number of the document that a token belongs to; tokens attend only
             within their document. None: tokens attend to all tokens before them.
         padding: bool [sequence_length], true for the tokens that fill up a sample at its end. None: there are none.
+        roles: int8 [sequence_length], the role of whose message the label is, among those with a weight and from 1 on;
+            0: of none. Only conversations have them, and only if weights are given.
     """
 
     tokens: np.ndarray
@@ -29,6 +31,7 @@ class SampleFields(TypedDict):
     positions: np.ndarray
     document_ids: np.ndarray | None
     padding: np.ndarray | None
+    roles: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)

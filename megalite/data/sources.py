@@ -46,12 +46,15 @@ class SourceTokens:
         sources: the source of each sample, [samples].
         prefixes: the prefix of each source; equal ones are one source.
         tokens_per_sample: tokens of a sample.
+
+    Attributes:
+        by_prefix: name of each prefix.
     """
 
     def __init__(self, sources: np.ndarray, prefixes: Sequence[str], tokens_per_sample: int) -> None:
         self._sources, self._length = sources, tokens_per_sample
         names = [printable(name) for name in short_names(prefixes)]  # records go to other programs
-        self.names = list(dict.fromkeys(names))
+        self.names, self.by_prefix = list(dict.fromkeys(names)), dict(zip(prefixes, names, strict=True))
         numbers = {name: number for number, name in enumerate(self.names)}
         self._numbers = np.array([numbers[name] for name in names], np.int64)
         self._until, self._counts = 0, np.zeros(len(prefixes), np.int64)
