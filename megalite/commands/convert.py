@@ -50,6 +50,8 @@ class Arguments:
     """The kind of model: there is only one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
+    ema: bool = False
+    """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
     target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
@@ -117,6 +119,8 @@ def check(arguments: Arguments) -> None:
             raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
+    if arguments.ema and arguments.loader != "megalite":
+        raise ConfigurationError("--ema needs --loader megalite: the others have no mean of the weights")
     if not Path(arguments.load_dir).is_dir():
         raise CheckpointError(no_checkpoint(arguments.load_dir, "--load-dir"))
 
@@ -134,7 +138,8 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
-        return open_megalite(folder, dtype(arguments) if kind == arguments.loader else None)
+        loads = kind == arguments.loader
+        return open_megalite(folder, dtype(arguments) if loads else None, mean=loads and arguments.ema)
     if kind == "hf":
         if not (folder / "config.json").is_file():
             other = "" if (found := checkpoints_in(folder)) is None else f" (--loader {found} reads its checkpoint)"

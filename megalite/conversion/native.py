@@ -15,7 +15,9 @@ from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
+from megalite.checkpoint.merging import MEAN
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.tensors import Source, widest
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
@@ -42,11 +44,13 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedModel:
+def open_megalite(path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool = False) -> OpenedModel:
     """Open the checkpoint in a folder, or the latest checkpoint of a run directory.
 
     `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from
-    the optimizer's master weights, if these are saved. Raises CheckpointError if no checkpoint can be read.
+    the optimizer's master weights, if these are saved. `mean`: take the mean of weights that the run has kept, rounded
+    to `dtype` or to the saved one, in place of the weights; frozen weights are their own. Raises CheckpointError if no
+    checkpoint, or no mean, can be read.
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
@@ -64,12 +68,20 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
+    source: Source = Renamed(reader, names)
+    if mean:
+        if not any(name.startswith(MEAN) for name in reader.tensors):
+            raise CheckpointError(f"--ema: {reader.path} has no mean of the weights: it was saved without --ema-decay")
+        kinds = {name: kind for name, kind in source.tensors.items() if not name.startswith(STATE)}
+        names |= {name: MEAN + name for name in kinds if MEAN + name in reader.tensors}
+        precise = {names[name] for name in kept_in_fp32(model)}
+        source = Renamed(reader, names, dtype or widest(kinds.values()), precise)
     data = saved_section(reader.path, config, DataConfig)
     tokenizer = {each.name: value for each in fields(TokenizerFlags) if (value := getattr(data, each.name))}
     return OpenedModel(
         f"megalite, {reader.path}",
         model,
-        Renamed(reader, names),
+        source,
         tokenizer,
         data.seq_length,
         tokenizer_folder(tokenizer.get("tokenizer_model")),

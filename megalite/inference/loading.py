@@ -13,9 +13,10 @@ from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingC
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, in_checkpoint, tensors_of_depths
+from megalite.conversion.native import open_megalite
+from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -38,17 +39,22 @@ class TrainedModel:
     """Tokens before which its texts end, as far as its files name them."""
     opened: OpenedModel | None = None
     """Source of the weights of a Hugging Face folder."""
+    mean: bool = False
+    """True: take the mean of the weights of a checkpoint in place of the weights."""
     left_out: frozenset[str] = frozenset()
     """Names of tensors of the checkpoint that are not loaded: those that only predict further tokens."""
 
 
-def open_model(load: str | AnyPath) -> TrainedModel:
+def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
     """Read the description of a checkpoint, of the latest checkpoint of a run directory, or of a Hugging Face folder.
 
-    Raises CheckpointError if there is no model.
+    `mean`: take the mean of the weights that a run has kept (--ema) in place of the weights. Raises CheckpointError if
+    there is no model.
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
+        if mean:
+            raise CheckpointError(f"--ema: {load} is a Hugging Face folder, which has no mean of the weights: drop it")
         opened = open_huggingface(Path(str(directory)), depths=False)
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
@@ -60,7 +66,7 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     model = checkpoint.model_config(path, config)
     left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
     length, ends = data.seq_length, data.eos_token_ids
-    return TrainedModel(path, without_depths(model), dtype, data, length, ends, left_out=left_out)
+    return TrainedModel(path, without_depths(model), dtype, data, length, ends, mean=mean, left_out=left_out)
 
 
 def load_for_generation(
@@ -83,8 +89,11 @@ def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
     network = make_network(model.config, mesh, model.dtype)
-    if model.opened is not None:
-        checkpoint.load_weights(model.opened.source, model.opened.what, network.stage, None, mesh)
+    opened, fresh = model.opened, set[str]()
+    if model.mean:
+        opened, fresh = open_megalite(model.path, model.dtype, mean=True), states_of_training(model.config)
+    if opened is not None:
+        checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh, fresh)
     else:
         checkpoint.load(model.path, network.stage, None, mesh, optional=model.left_out)
     return network

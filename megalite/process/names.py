@@ -12,6 +12,7 @@ _OF_SCRIPTS = {
     "pretrain_mamba": "pretrain-hybrid",
     "preprocess_data": "preprocess",
     "inspect": "inspect-checkpoint",
+    "merge": "merge-checkpoints",
 }
 _SAME = (
     "calibrate|chaos|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"

@@ -29,6 +29,7 @@ from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
 from megalite.run.loop import TrainingLoop, metrics_path
 from megalite.storage import AnyPath, open_directory, write_atomically
+from megalite.training.branch import in_words
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
@@ -162,6 +163,9 @@ class Run:
                 return
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
             self.how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
+            if self.trainer is not None and self.trainer.parents:
+                parents = in_words(self.trainer.parents)
+                self.how = f"new, {parents}" if resume_point.branches else f"{self.how}; {parents}"
             self._loaded = path
             return
         self.trainer = build()

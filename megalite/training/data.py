@@ -171,7 +171,7 @@ def _outermost_samples(config: RunConfig) -> tuple[int, ...]:
     # If sizes change, or the last samples do not fill a step, the last step may begin at any of the largest's samples.
     in_steps = last_iteration(config, batch_size) * batch_size.final
     last = in_steps - 1 if given is None else max(given - max(batch_size.sizes), 0)
-    return (last,) if config.checkpoint.load is not None else (0, last)
+    return (last,) if config.checkpoint.may_continue else (0, last)
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

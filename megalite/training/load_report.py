@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
 from megalite.checkpoint import Manifest, TrainingState, saved_section
 from megalite.checkpoint.compatibility import NOT_THE_FUNCTION
 from megalite.checkpoint.manifest import STATE, dtype_name
+from megalite.checkpoint.merging import MERGED
 from megalite.config import OptimizerConfig, TrainingConfig
 from megalite.config.run import TaskConfig, section_types
 from megalite.config.tokenizer import TokenizerFlags
@@ -22,13 +23,18 @@ from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
 from megalite.storage import AnyPath
+from megalite.training.branch import PARENTS
 from megalite.training.data import NOT_OF_THE_SAMPLES
 from megalite.training.metrics import Recorded
+
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
     "data": " ".join(NOT_OF_THE_SAMPLES),
     "training": """micro_batch_size eval_global_batch_size empty_unused_memory_level eval_iters eval_interval
+        full_validation multiple_validation_sets validation_set_names
         exit_interval exit_duration_in_mins deterministic_mode recompute_granularity
         recompute_modules recompute_method recompute_num_layers mlp_chunks_for_training manual_gc manual_gc_interval
         manual_gc_eval moe_record_routing""",
@@ -44,7 +50,7 @@ _OF_THAT_RUN = "about that run alone: a new run has its own flags"
 _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
 _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
-_SECTIONS_OF_STATE = "alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step"
+_SECTIONS_OF_STATE = "alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix", PARENTS, MERGED
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8
 
@@ -56,6 +62,8 @@ class Loaded:
     notes: tuple[str, ...] = ()
     records: Recorded | None = None
     """Records that `metrics.jsonl` must contain when the run resumes; None if there is nothing to check."""
+    decisions: Sequence[Decision] = ()
+    """Lines for the ledger of a run that has just begun with the checkpoint."""
 
 
 def expected_records(config: TaskConfig, described: Manifest, *, has_validation: bool) -> Recorded:
@@ -66,7 +74,7 @@ def expected_records(config: TaskConfig, described: Manifest, *, has_validation:
     as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
     return Recorded(
         state.iteration,
-        from_first=settings.load is None or settings.loads_where_it_saves,
+        from_first=PARENTS not in described.config and (settings.load is None or settings.loads_where_it_saves),
         evaluated=due and as_before and not state.evaluation_left,
     )
 

@@ -52,13 +52,16 @@ class ResumePoint:
     """True: each rank loads a checkpoint of its own, of what it holds."""
     holders: Mapping[str, int] | None = None
     """Rank that can read each file of the checkpoint, if others cannot."""
+    branches: bool = False
+    """True: the run is a branch of that of the checkpoint, and begins with it."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
-    """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load.
+    """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load, or the one
+    of --branch-from.
 
     Raises:
-        ConfigurationError: --save has checkpoints of another run, or --load has none.
+        ConfigurationError: --save has checkpoints of another run, or --load has none, or not that of --branch-from.
         CheckpointError: a directory cannot be read, or ranks see different files in it.
     """
 
@@ -68,8 +71,17 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     present = found(settings.save)
     if settings.resume == "auto" and present.paths:
         return ResumePoint(present)
-    if settings.ckpt_step is not None and settings.load is not None:
-        loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
+    if (branch := settings.branch) is not None:
+        if branch.step is not None:
+            loaded = checkpoint.find_iteration(
+                open_directory(branch.run), branch.step, mesh, f"--branch-from {settings.branch_from}"
+            )
+        elif not (loaded := Candidates(found(branch.run).paths[:1])).paths:
+            raise ConfigurationError(no_checkpoint(branch.run, "--branch-from"))
+    elif settings.ckpt_step is not None and settings.load is not None:
+        loaded = checkpoint.find_iteration(
+            open_directory(settings.load), settings.ckpt_step, mesh, f"--ckpt-step {settings.ckpt_step}"
+        )
     else:
         loaded = found(settings.load)
     model = Path(settings.load) if settings.load is not None and settings.loads_huggingface else None
@@ -89,7 +101,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} has no checkpoint")
-    return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
+    optimizer = settings.load_optim and not settings.finetune
+    return ResumePoint(loaded, not settings.finetune, optimizer, model, branches=branch is not None)
 
 
 def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:

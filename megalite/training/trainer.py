@@ -34,6 +34,7 @@ from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
+from megalite.training.branch import Parent, branch_decision, parents_of, saved_parents
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
@@ -65,6 +66,7 @@ class Trainer:
 
     Attributes:
         left_out: samples that the run passes over, which are not consumed.
+        parents: the checkpoints of other runs with which this one, and those that it is a branch of, began.
         decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
 
@@ -120,6 +122,7 @@ class Trainer:
         self.iterations = last_iteration(config, task.batch_size)
         self.iteration = self.consumed_samples = self.skips_in_a_row = 0
         self.left_out: Ranges = ()
+        self.parents: tuple[Parent, ...] = ()
         self.evaluation_left = False
         self.loaded = Loaded()
         self.loss_scale = builder.make_loss_scale(config)
@@ -364,7 +367,7 @@ class Trainer:
             config |= self.alarms.saved()
         if self.left_out:
             config[LEFT_OUT] = {"ranges": self.left_out}
-        return self._training_state(), {**config, **self.shares.saved()}
+        return self._training_state(), {**config, **saved_parents(self.parents), **self.shares.saved()}
 
     def _training_state(self) -> TrainingState:
         """Return the progress of the run for a checkpoint."""
@@ -421,6 +424,7 @@ class Trainer:
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
         records = None
+        decisions: Sequence[Decision] = ()
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
@@ -430,6 +434,10 @@ class Trainer:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.left_out = left_out_of(path, described.config)
+            self.parents = parents_of(path, described.config)
+            if resume_point.branches:
+                self.parents = (Parent.of(path, state), *self.parents)
+                decisions = (branch_decision(self.parents),)
             if self.alarms is not None:
                 self.alarms.restore(described.config)
             notes += self._optimizer_notes(path, described.config)
@@ -439,7 +447,7 @@ class Trainer:
                 records = expected_records(self.config, described, has_validation=self.task.has_validation)
             if self.mesh.rank == 0:
                 notes += self.task.order_notes(state.seen_samples or ())
-        self.loaded = Loaded(notes, records)
+        self.loaded = Loaded(notes, records, decisions)
 
     def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
         """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""

@@ -222,6 +222,7 @@ class Cell:
     compiled: str | None = None  # backend of torch.compile for the layers
     qk_clip: float | None = None  # threshold of the largest logit of a head
     logs_logits: bool = False  # without a clip
+    ema_decay: float | None = None
     eight_bits: bool = False  # moments in fp8, masters as remainders
     on_host: float = 0.0  # share of the elements whose optimizer state is there
     arrive_late: bool = False  # gradients and weights travel during backward and forward
@@ -604,6 +605,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,
         adafactor_eps=1e-12,
+        ema_decay=cell.ema_decay,
         use_precision_aware_optimizer=cell.narrow or cell.eight_bits,
         main_params_dtype="fp16" if cell.narrow else "fp32",
         exp_avg_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",

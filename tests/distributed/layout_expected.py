@@ -54,6 +54,7 @@ class Result:
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
     states: Tensors
+    means: Tensors
     figures: dict[str, float]
 
 
@@ -109,6 +110,7 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
         skipped=first.skipped,
         sample_losses={sample: loss for rank in ranks for sample, loss in rank.sample_losses.items()},
         states=assemble(rank.states for rank in ranks),
+        means=assemble(rank.means for rank in ranks),
         figures=first.figures,
     )
 
@@ -146,6 +148,8 @@ class Expected:
     losses: list[float]
     gradient_norms: list[float]
     states: Tensors
+    means: Tensors
+    """Means of the weights after the last step, if the cell has them."""
     largest: list[dict[str, Array]]
     """Largest logits of each step, [heads] by the begin of the names of a layer's weights."""
 
@@ -163,6 +167,8 @@ def expected(alone: Cell) -> Expected:
     optimizers = torch_optimizers(alone, trained)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
+    decay = alone.ema_decay
+    means = {} if decay is None else {name: weight.detach().clone() for name, weight in trained.items()}
     largest: list[dict[str, Array]] = []
     wide = torch.promote_types(alone.torch_dtype, torch.float32)
     for step in alone.step_numbers:
@@ -215,10 +221,11 @@ def expected(alone: Cell) -> Expected:
             optimizer.step()
         if alone.qk_clip is not None:
             clip(weights, largest[-1], alone.qk_clip, CLIP_ALPHA)
+        means = {name: mean * decay + trained[name].detach() * (1 - decay) for name, mean in means.items()}
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(initial, gradients, final, losses, norms, states, largest)
+    return Expected(initial, gradients, final, losses, norms, states, means, largest)
 
 
 def _even(record: Record) -> Tensor:
@@ -303,6 +310,7 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     assert set(result.states) == set(wanted.states)
     for name, values in wanted.states.items():
         assert_bits_equal(result.states[name], values, name)
+    assert set(result.means) == set(wanted.means)
     norm = wanted.gradient_norms[0]
     clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
     for group, expected in norms_by_group(wanted.gradients).items():
@@ -320,6 +328,8 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     for name in names:
         rate = rates(cell, 0).learning_rate
         assert_parameter_close(result.final[name], wanted.final[name], rate, f"{name} after {cell.steps} steps")
+        if name in wanted.means:
+            assert_parameter_close(result.means[name], wanted.means[name], rate, f"mean of {name}")
 
 
 def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
@@ -327,6 +337,6 @@ def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
     assert actual.losses == expected.losses, name
     assert actual.gradient_norms == expected.gradient_norms, name
     assert actual.figures == expected.figures, name
-    for kind in ("gradients", "final"):
+    for kind in ("gradients", "final", "means"):
         for tensor, value in getattr(expected, kind).items():
             assert_bits_equal(getattr(actual, kind)[tensor], value, f"{name}: {kind} of {tensor}")

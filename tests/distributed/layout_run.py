@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
+from megalite.checkpoint.plan import held_regions
 from megalite.config.parallel import STRATEGIES, ParallelConfig
 from megalite.config.validate_shares import ranks_together
 from megalite.data.loader import MicroBatchArrays, emptied
@@ -105,6 +106,8 @@ class RankResult:
     """Loss sums of this rank's micro-batches in the first step, by their first sample."""
     states: list[Held]
     """States of the modules after the last step."""
+    means: list[Held]
+    """Means of the weights after the last step."""
     figures: dict[str, float]
     """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient; the
     largest logit of the last step if it is measured."""
@@ -155,8 +158,8 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     with unsharded_parameters(optimizer):
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
-    states = held_states(network, mesh)
-    return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, states, figures)
+    states, means, seen = held_states(network, mesh), held_means(optimizer), training.sample_losses
+    return RankResult(initial, gradients, final, losses, norms, skipped, seen, states, means, figures)
 
 
 class Training:
@@ -447,6 +450,18 @@ def held_states(network: nn.Module, mesh: ParallelMesh) -> list[Held]:
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
         sent = values if mesh.rank == mesh.ranks("dp", "cp")[0] else None
         pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
+    return pieces
+
+
+def held_means(optimizer: Optimizer) -> list[Held]:
+    """Return the boxes of the weights' means that this rank updates."""
+    pieces = []
+    for region in held_regions(nn.Module(), optimizer):
+        part = region.part
+        if part.name.startswith("optimizer/ema/"):
+            values = region.values.clone()
+            digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+            pieces.append(Held(part.name.removeprefix("optimizer/ema/"), part.shape, part.box, digest, values))
     return pieces
 
 

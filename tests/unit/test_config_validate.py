@@ -209,6 +209,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--qk-layernorm --qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --normalization RMSNorm"),
         ("--qk-clip --qk-clip-alpha 1", "--qk-clip-alpha 1.0: must be above 0 and below 1"),
         ("--qk-clip --qk-clip-alpha 0", "--qk-clip-alpha 0.0: must be above 0 and below 1"),
+        ("--ema-decay 1", "--ema-decay 1.0: must be above 0 and below 1"),
         ("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0.0: must be above 0"),
         ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
         ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
