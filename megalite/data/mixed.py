@@ -37,6 +37,12 @@ class MixedSamples(Sources, Protocol):
     def __getitem__(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample. Raises IndexError if there is no such sample."""
 
+    def require_phases(self, iterations: str, batch_size: int) -> None:
+        """Raise ConfigurationError unless phases begin after these steps of so many samples, separated by commas."""
+
+    def description(self, sample: int) -> str:
+        """Return the mix at a sample in words, and what follows."""
+
     def notes(self, end: int) -> tuple[str, ...]:
         """Return notes on the samples before `end`. Raises DataError if there are not as many."""
 

@@ -81,8 +81,9 @@ def _of_set(
 
 
 def _added(totals: Sequence[Totals]) -> dict[str, float]:
-    """Return the sums of totals with the same names."""
-    return {name: sum(each[name] for each in totals) for name in totals[0]}
+    """Return the sums of totals by name. Some may lack a name, of what they have nothing of."""
+    names = dict.fromkeys(name for each in totals for name in each)
+    return {name: sum(each.get(name, 0.0) for each in totals) for name in names}
 
 
 def _of_batch(

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
-from megalite.data.sampler import Deal
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Deal, Ranges, equal_deal
 from megalite.data.sources import Sources, told
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.model.head import LM_LOSS, loss_by_source
+from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
 from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
+from megalite.storage import AnyPath
 from megalite.tasks import summary
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
@@ -30,7 +34,7 @@ from megalite.training import builder
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.metrics import THROUGHPUT
-from megalite.training.task import Figures, Summarized
+from megalite.training.task import Figures, Loader, Summarized
 
 if TYPE_CHECKING:
     from megalite.tasks.routing_recorder import RoutingRecorder
@@ -69,8 +73,9 @@ class GPTTask(GPTNetworkTask):
         self.model, self._dispatcher_notes = with_dispatcher(model, self.dtype, mesh)
         self.batch_size = global_batch_size(config)
         self.hidden_size = model.hidden_size
-        self.has_validation, self.has_test = data.valid is not None, data.test is not None
-        self.tokens_per_sample, self.sources = config.data.seq_length, data.sources
+        self.has_validation, self.has_test = data.has_validation, data.test is not None
+        self.full_validation = config.training.full_validation
+        self.tokens_per_sample, self.sources = config.data.seq_length, told(data.sources)
         self.cutting = builder.make_cutting(config, mesh)
         padded = self.model.padded_vocab_size(mesh.size("tp"))
         self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
@@ -78,8 +83,8 @@ class GPTTask(GPTNetworkTask):
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
+        self._begun = 0, 0  # consumed samples and steps with which this run goes on
 
-    # ------------------------------------------------------------------------------------------------ the data
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks = super().make_chunks(mesh, stages)
         if self.sources is not None:
@@ -87,28 +92,58 @@ class GPTTask(GPTNetworkTask):
                 chunk.main_terms = (LM_LOSS, loss_by_source(self.sources.names))
         return chunks
 
+    # ------------------------------------------------------------------------------------------------ the data
 
     def train_loader(self) -> _Loader:
-        train = self._loader(self.data.train, self.data.sources, replays=True)
+        train = self._loader(self.data.train, self.data.sources, trains=True)
         return replace(train, length=len(self.data.train))
 
     def evaluation_loader(self, *, test: bool) -> _Loader:
         dataset = self.data.test if test else self.data.valid
         assert dataset is not None
-        sources = told(self.data.test_sources if test else self.data.valid_sources)
-        terms = () if sources is None else (loss_by_source(sources.names),)
-        return replace(self._loader(dataset, sources), terms=terms)
+        sources = self.data.test_sources if test else self.data.valid_sources
+        return self._loader(dataset, sources, whole=self.full_validation and not test)
 
-    def _loader(self, dataset: Dataset[SampleFields], sources: Sources | None, *, replays: bool = False) -> _Loader:
-        routing, seed = self.data.routing if replays else None, self.config.training.seed
-        arrays = builder.make_loader(self.config, self.mesh, self.data, dataset, routing, sources)
+    def evaluation_loaders(self, *, test: bool) -> Mapping[str, Loader[Any]]:
+        if test or not self.data.valid_sets:
+            return super().evaluation_loaders(test=test)
+        sets = self.data.valid_sets.items()
+        return {name: self._loader(dataset, None, whole=self.full_validation) for name, dataset in sets}
+
+    def last_micro_batches(self, loader: Loader[Any], start: int) -> Iterator[tuple[Any, Stages, bool]]:
+        assert loader.length is not None
+        ranks, stages = self.mesh.size("dp"), self.stages()
+        deal = equal_deal(self.mesh.coordinate("dp"), ranks, ranks)
+        for first in range(start, loader.length, ranks * self.config.training.micro_batch_size):
+            (micro_batch,) = loader.micro_batches(first, deal)
+            yield micro_batch, stages, True  # what is behind the end is padding, which counts nowhere
+
+    def _loader(
+        self, dataset: Dataset[SampleFields], sources: Sources | None, *, trains: bool = False, whole: bool = False
+    ) -> _Loader:
+        """Return a loader, of training data or for evaluations.
+
+        `whole`: all samples are asked for, the last ones in micro-batches that are filled up.
+        """
+        routing, seed = self.data.routing if trains else None, self.config.training.seed
+        weights, lengths = (self.data.loss_weights, None) if trains else (None, self._byte_lengths)
+        arrays = builder.make_loader(
+            self.config, self.mesh, self.data, dataset, routing, sources, weights, lengths, fills=whole
+        )
         shown = told(sources)
+        names = () if shown is None else shown.names
+        terms = [loss_by_source(names)] if names else []
+        terms += [] if lengths is None else [bits_per_byte(names)]
 
         def cut(fields: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
-            number = 0 if shown is None else len(shown.names)
-            return to_micro_batches(fields, seed, self.dtype, self.mesh.device, self.cutting, number)
+            return to_micro_batches(fields, seed, self.dtype, self.mesh.device, self.cutting, len(names))
 
-        return _Loader(arrays, cut)
+        return _Loader(arrays, cut, len(dataset) if whole else None, terms)
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray | None:
+        """Bytes of the text of each token; None if the tokenizer does not tell them."""
+        return self.data.tokenizer.byte_lengths()
 
     def begin_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> Sequence[MicroBatch]:
         folder = self.config.training.moe_record_routing
@@ -128,22 +163,50 @@ class GPTTask(GPTNetworkTask):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
-        return asdict(replace(self.config, model=self.model))
+        mix = {} if self.data.mix is None else self.data.mix.saved()
+        return asdict(replace(self.config, model=self.model)) | mix
+
+    def resume_data(
+        self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
+    ) -> Resumed:
+        if self.data.mix is None:
+            return super().resume_data(path, saved, consumed_samples, left_out, iteration)
+        resumed = self.data.mix.resume(path, saved, consumed_samples, left_out)
+        self._begun = resumed.consumed_samples, iteration
+        return resumed
 
     def remember(self, consumed_samples: int) -> list[tuple[int, int]]:
+        if self.data.mix is not None:
+            return []  # its checkpoint has the checksums of the sources
         return seen_samples(self.data.train, consumed_samples)
 
-    def order_notes(self, remembered: Sequence[Sequence[int]]) -> tuple[str, ...]:
-        return order_notes(self.data.train, remembered)
+    def order_notes(
+        self, path: AnyPath, saved: Mapping[str, Any], position: int, remembered: Sequence[Sequence[int]]
+    ) -> tuple[str, ...]:
+        if self.data.mix is not None:
+            return ()
+        from megalite.training.blend_changes import blend_change_notes
+
+        changes = blend_change_notes(path, saved, self.config, self.data, position, remembered)
+        return order_notes(self.data.train, remembered) if changes is None else changes
 
     # ------------------------------------------------------------------------------------------------ reports
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
-        return summary.summary(trainer, self)
+        mix = {} if self.data.mix is None else {"data mix": self.data.mix.description(self._begun[0])}
+        return {**summary.summary(trainer, self), **mix}
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.finetune_notes)
+        return (*self._dispatcher_notes, *experts, *self.finetune_notes, *self._mix_notes())
+
+    def _mix_notes(self) -> tuple[str, ...]:
+        """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""
+        if self.data.mix is None:
+            return ()
+        training, (consumed, steps) = self.config.training, self._begun
+        left = ((training.train_iters or 0) - steps) * self.batch_size.final
+        return self.data.mix.notes(training.train_samples or consumed + left)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds

@@ -12,7 +12,8 @@ from megalite.checkpoint import Manifest
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal, GlobalBatchSize, Shares
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Deal, GlobalBatchSize, Ranges, Shares
 from megalite.data.sources import Sources
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
@@ -76,6 +77,7 @@ class Task(ABC):
         hidden_size: width of the network, for the learning rate noam.
         has_validation: True if the task has data for evaluations between steps.
         has_test: True if it has data for an evaluation after the last step.
+        full_validation: an evaluation between steps reads all samples of its data, which have an end.
         tokens_per_sample: None if samples do not consist of tokens.
         optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
             name of its own.
@@ -96,6 +98,7 @@ class Task(ABC):
     hidden_size: int = 1
     has_validation: bool = False
     has_test: bool = False
+    full_validation: bool = False
     tokens_per_sample: int | None = None
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
     factors: Mapping[str, Factor] = MappingProxyType({})
@@ -157,7 +160,11 @@ class Task(ABC):
 
     @abstractmethod
     def evaluation_loader(self, *, test: bool) -> Loader[Any]:
-        """Return a loader of the validation data or of the test data."""
+        """Return a loader of the validation data or of the test data, if they are one set."""
+
+    def evaluation_loaders(self, *, test: bool) -> Mapping[str, Loader[Any]]:
+        """Return loaders of the sets of the validation data or of the test data, by name; a single one has no name."""
+        return {"": self.evaluation_loader(test=test)}
 
     def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:
         """Return the micro-batches of the step that begins. Called by all ranks together."""
@@ -185,9 +192,32 @@ class Task(ABC):
         """Return what a checkpoint keeps of the consumed samples, as JSON. Called on rank 0."""
         return None
 
-    def order_notes(self, remembered: Any) -> tuple[str, ...]:
-        """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0."""
+    def order_notes(self, path: AnyPath, saved: Mapping[str, Any], position: int, remembered: Any) -> tuple[str, ...]:
+        """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0.
+
+        Args:
+            path: the checkpoint.
+            saved: its configuration.
+            position: number of samples that its run had passed.
+            remembered: what `remember` has returned there.
+        """
         return ()
+
+    def resume_data(
+        self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
+    ) -> Resumed:
+        """Continue with the data behind those of a checkpoint.
+
+        Args:
+            path: the checkpoint, for messages.
+            saved: its configuration.
+            consumed_samples: samples that its run had consumed.
+            left_out: samples that the run passes over.
+            iteration: number of its steps.
+
+        Raises MegaliteError, the same on every rank, if the run cannot go on with its data.
+        """
+        return Resumed(consumed_samples)
 
     def loaded(self) -> None:
         """Take over the state that a checkpoint has set."""

@@ -18,7 +18,8 @@ from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal, Ranges
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Deal, Ranges, sample_at
 from megalite.entry_points import entry_point
 from megalite.errors import ConfigurationError
 from megalite.optim.host_memory import bytes_on_host
@@ -34,7 +35,7 @@ from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
-from megalite.training.branch import Parent, branch_decision, parents_of, saved_parents
+from megalite.training.branch import Parent, branch_decision, data_decision, parents_of, saved_parents
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
@@ -434,10 +435,14 @@ class Trainer:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.left_out = left_out_of(path, described.config)
+            resumed = self._resume_data(path, described.config)
+            notes += resumed.notes
             self.parents = parents_of(path, described.config)
             if resume_point.branches:
                 self.parents = (Parent.of(path, state), *self.parents)
                 decisions = (branch_decision(self.parents),)
+            if resumed.why is not None:
+                decisions = (*decisions, data_decision(self.consumed_samples, resumed.why))
             if self.alarms is not None:
                 self.alarms.restore(described.config)
             notes += self._optimizer_notes(path, described.config)
@@ -446,8 +451,17 @@ class Trainer:
             if path.parent == self.directory:
                 records = expected_records(self.config, described, has_validation=self.task.has_validation)
             if self.mesh.rank == 0:
-                notes += self.task.order_notes(state.seen_samples or ())
+                position = sample_at(self.consumed_samples - 1, self.left_out) + 1
+                notes += self.task.order_notes(path, described.config, position, state.seen_samples or ())
         self.loaded = Loaded(notes, records, decisions)
+
+    def _resume_data(self, path: AnyPath, saved: Mapping[str, Any]) -> Resumed:
+        """Continue with the data behind those of a checkpoint, and take the numbers that its samples have here."""
+        with raise_on_all_ranks(self.mesh, f"going on with the data of {path}"):
+            resumed = self.task.resume_data(path, saved, self.consumed_samples, self.left_out, self.iteration)
+        if resumed.consumed_samples != self.consumed_samples:  # those that were left out have passed
+            self.consumed_samples, self.left_out = resumed.consumed_samples, ()
+        return resumed
 
     def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
         """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""
