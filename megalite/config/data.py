@@ -36,8 +36,8 @@ class DataConfig(TokenizerFlags):
     """YAML file of sources, and of the weights with which they are mixed from which token on, instead of data-path."""
     allow_changed_sources: bool = False
     """Continue although the files of a source of the mix have changed: that source begins anew."""
-    phase_transition_iterations: tuple[int, ...] = ()
-    """Steps after which the phases of data-mix-schedule begin, which must say the same."""
+    phase_transition_iterations: str | None = None
+    """Steps after which the later phases of data-mix-schedule begin, separated by commas; the file must say the same."""
     data_cache_path: str | None = None
     """Directory of the sample indices; unset: `cache` in the directory of the data."""
     sft: bool = False
@@ -151,8 +151,7 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
         yield "--data-mix-schedule mixes token files: with --sft give the conversations by --data-path"
     if data.data_mix_schedule is None:
         yield from needs(data, "allow_changed_sources", "--data-mix-schedule")
-        if data.phase_transition_iterations:
-            yield "--phase-transition-iterations says when the phases of --data-mix-schedule begin: give that, too"
+        yield from needs(data, "phase_transition_iterations", "--data-mix-schedule")
     if not data.sft:
         yield from needs(data, "chat_template", "--sft")
     if not data.fim_data:

@@ -29,15 +29,13 @@ from megalite.extras.mixes.history import (
     planned,
     read_history,
 )
-from megalite.extras.mixes.mix import Mix
+from megalite.extras.mixes.mix import Mix, in_words
 from megalite.extras.mixes.schedule import MARK, read_schedule
 from megalite.extras.mixes.token_source import TokenSource
 from megalite.process.host import raise_open_file_limit
 from megalite.process.output import printable
+from megalite.small_files import shown
 from megalite.storage import AnyPath
-
-_SHOWN = 8
-"""Most sources of a phase that a note names."""
 
 
 class ScheduledMix:
@@ -101,6 +99,24 @@ class ScheduledMix:
         """Return the tokens of each source among the first samples, as figures of a record."""
         return self.mix.after(consumed_samples, left_out)
 
+    def require_phases(self, iterations: str, batch_size: int) -> None:
+        """Raise ConfigurationError unless phases begin after these steps of so many samples, separated by commas."""
+        flag, tokens = f"--phase-transition-iterations {iterations}", batch_size * self._data.seq_length
+        try:
+            said = [int(each) * tokens for each in iterations.split(",")]
+        except ValueError:
+            raise ConfigurationError(f"{flag}: give steps separated by commas, as in 1000,2000") from None
+        phases = [phase.first_token for phase in self.schedule.phases[1:]]
+        if said != phases:
+            raise ConfigurationError(
+                f"{flag}: its phases begin at the tokens {shown(said)} with steps of {tokens:,}, and those of "
+                f"{self.schedule.path} at {shown(phases)}: make them the same, or leave the flag out"
+            )
+
+    def description(self, sample: int) -> str:
+        """Return the phase of a sample in words, and when the next one begins."""
+        return self.mix.description(sample)
+
     def notes(self, end: int) -> tuple[str, ...]:
         """Return notes on what the data until the sample `end` will lack. Raises DataError if they end before."""
         return (*self._cache.notes, *self.mix.notes(end))
@@ -150,7 +166,7 @@ class ScheduledMix:
             phases = joined(phases, self._plan, following)
         self._set(History(phases, records, self._seed))
         new = [each for each in phases if past is None or (each.until is None and each not in past.phases)]
-        why = f"{begins}sample {new[0].first:,} is the first of a phase: {_in_words(new[0])}" if new else begins or None
+        why = f"{begins}sample {new[0].first:,} is the first of a phase: {in_words(new[0])}" if new else begins or None
         notes += [] if why is None else [why]
         return Resumed(consumed_samples, tuple(f"note: data mix: {note}" for note in notes), why)
 
@@ -235,11 +251,3 @@ def _renamed(phase: MixedPhase, names: Mapping[str, str]) -> MixedPhase:
     """Return a phase whose sources have other names."""
     weights, caps = ({names.get(name, name): each for name, each in found.items()} for found in phase.mix)
     return replace(phase, weights=weights, max_epochs=caps)
-
-
-def _in_words(phase: MixedPhase) -> str:
-    """Return the mix of a phase for a person."""
-    total = sum(phase.weights.values())
-    shares = sorted(((weight / total, name) for name, weight in phase.weights.items()), reverse=True)
-    shown = ", ".join(f"{name} {share:.3%}" for share, name in shares[:_SHOWN])
-    return f"{shown} and {len(shares) - _SHOWN} more" if len(shares) > _SHOWN else shown

@@ -18,7 +18,7 @@ from megalite.extras.mixes.token_source import TokenSource
 from megalite.process.output import printable
 
 _SHOWN = 5
-"""Most sources that a note names one by one."""
+"""Most sources that a line names one by one."""
 NO_BLENDS: Mapping[str, BlendOrder] = MappingProxyType({})
 
 
@@ -156,6 +156,15 @@ class Mix:
                 given = {name: tokens - until[name] + passed[name] for name, tokens in given.items()}
         return {f"consumed_tokens/{printable(name)}": float(tokens) for name, tokens in given.items()}
 
+    def description(self, sample: int) -> str:
+        """Return the phase of a sample in words, and when the next one begins."""
+        section, _ = self._find(sample)
+        number = self.sections.index(section)
+        found = f"phase {number + 1} of {len(self.sections)}: {in_words(section.phase)}"
+        if section.end is not None:
+            found += f"; the next begins at token {section.end * section.phase.length:,}"
+        return found
+
     def notes(self, end: int) -> Iterator[str]:
         """Yield notes on sources that reach their limit before the sample `end`.
 
@@ -178,6 +187,14 @@ class Mix:
                 )
             if len(reached) > _SHOWN:
                 yield f"note: --data-mix-schedule: so do {len(reached) - _SHOWN} more sources of phase {number + 1}"
+
+
+def in_words(phase: MixedPhase) -> str:
+    """Return the shares of the sources of a phase, the largest first."""
+    total = sum(phase.weights.values())
+    shares = sorted(((weight / total, name) for name, weight in phase.weights.items()), reverse=True)
+    shown = ", ".join(f"{name} {100 * share:.4g} %" for share, name in shares[:_SHOWN])
+    return f"{shown} and {len(shares) - _SHOWN} more" if len(shares) > _SHOWN else shown
 
 
 def _ends(number: int, phase: MixedPhase, capacity: int) -> str:

@@ -1,8 +1,8 @@
 """The order in which samples are read from one pass over a source: a stream of its tokens, in a new order of documents.
 
 A pass is cut into lanes, from which samples are taken in turns: so neighbouring samples are of other documents, and yet
-what is read of each lane is its beginning. If the length of samples changes, reading goes on where each lane stands, and
-no token is lost or repeated. At the end, when lanes have less than a sample left, their ends are joined.
+what is read of each lane is its beginning. If the length of samples changes, reading goes on where each lane stands: no
+token is lost or repeated. At the end, when lanes have less than a sample left, their ends are joined.
 """
 
 from __future__ import annotations
