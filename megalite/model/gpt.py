@@ -208,7 +208,7 @@ class GPT(StageModule):
         else:
             losses = self.head(hidden, labels.t()) * mask.t()
             found = {LM_LOSS.name: losses.sum()}
-        return StageOutput({}, add_sums({**terms, **recorded_terms(micro_batch, losses.t())}, found))
+        return StageOutput({}, add_sums(terms, found), recorded_terms(micro_batch, losses.t()))
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: StageCache | None = None

@@ -43,12 +43,14 @@ class StageOutput(NamedTuple):
 
     Attributes:
         tensors: tensors for the next stage, by name. The last stage returns its logits here if there is no loss.
-        terms: this rank's sums of the loss terms over the micro-batch, by name: scalars in fp32 or wider, or a vector
-            for a term with parts. A sum that does not require a gradient is only recorded.
+        terms: this rank's sums of the loss terms over the micro-batch, by name: scalars in fp32 or wider. A sum that
+            does not require a gradient is only recorded.
+        recorded: its sums of the terms that have parts, by name: vectors [parts] without a gradient.
     """
 
     tensors: Mapping[str, Tensor]
     terms: TermSums = NO_SUMS
+    recorded: TermSums = NO_SUMS
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def check_bits(cell: Cell, recorded: Recorded) -> None:
     "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name not in FEW)) for name in LAYOUTS]
 )
 def test_the_loss_of_each_source_is_that_of_its_tokens(layout: str, rank_pools: RankPools) -> None:
-    """In a step with weights of tokens, and in an evaluation, which has none."""
+    """Run a step with weights of tokens, and an evaluation, which has none."""
     cell = cell_of(LAYOUTS[layout])
     found = on_ranks(rank_pools, cell.world_size, run_with_sources, [cell])
     for ((step, evaluation),) in found:

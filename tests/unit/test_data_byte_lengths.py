@@ -43,7 +43,7 @@ def of_bytes(folder: Path) -> Tokenizer:
 
 
 def of_pieces(folder: Path) -> Tokenizer:
-    """As Llama 2's: a mark for a space, one before a text, and bytes for what is in no piece."""
+    """Write a vocabulary like Llama 2's: a mark for a space, one before a text, bytes for what is in no piece."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁theé", "th", "the", "▁the"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     numbers = {piece: number for number, piece in enumerate(pieces)}

@@ -120,7 +120,7 @@ def build(folder: Path, records: Sequence[Any], given: Mapping[str, float]) -> D
 
 
 def test_labels_have_the_weight_of_their_role(tmp_path: Path) -> None:
-    """Those of a message of weight 0, and of no message, have none; the mask of an evaluation has answers."""
+    """Labels of a message of weight 0, and of no message, have none; the mask of an evaluation has answers."""
     given = {"user": 0.25, "system": 3.0}
     train, *_ = build(tmp_path, [{"messages": [*TALK[:3], TALK[1], TALK[2] | {"weight": 0}]}], given)
     assert train is not None

@@ -117,7 +117,7 @@ def test_of_many_sources_the_largest_are_drawn(tmp_path: Path) -> None:
 
 
 def test_losses_of_sources_have_charts_and_a_table_of_their_own(tmp_path: Path) -> None:
-    """Those of a source begin where it has given tokens; those of a validation set may be of no source."""
+    """Losses of a source begin where it has given tokens; those of a validation set may be of no source."""
     lines = [step(n, **{f"consumed_tokens/{name}": 10.0 * n for name in ("web", "code")}) for n in (1, 2, 3)]
     lines = [line | {"lm_loss/web": 3.0} | ({"lm_loss/code": 2.5} if line["iteration"] > 1 else {}) for line in lines]
     of_sets = {"valid_loss/web": 2.75, "valid_loss/set": 3.25, "valid_bits_per_byte/web": 1.125}
