@@ -107,6 +107,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         training_problems(training, data.seq_length),
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
+        _mean(config),
         _offload(config),
         activation_problems(config),
         data_problems(data),
@@ -138,6 +139,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
+        _mean(config),
         _offload(config),
         offload_switch_problems(config.offload),
         _watchdog(config),
@@ -196,6 +198,21 @@ def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     from megalite.config.validate_synchronization import synchronization_problems
 
     return synchronization_problems(config, world_size)
+
+
+def _mean(config: TaskConfig) -> Iterator[str]:
+    """Yield with what a mean of the weights is lost, or is not that of steps with one set of weights."""
+    chosen, flag = config.synchronization, f"--ema-decay {config.optimizer.ema_decay}"
+    if config.optimizer.ema_decay is None:
+        return
+    if not config.checkpoint.save_optim:
+        yield f"{flag} with --no-save-optim: the mean would not be saved; drop one of them"
+    if chosen.has_replicas or chosen.has_servers:
+        way = f"local-update {chosen.local_update}" if chosen.has_replicas else f"asynchronous {chosen.asynchronous}"
+        yield (
+            f"{flag} with --{way}: a step has not one set of weights there; drop one of them "
+            "(megalite-merge-checkpoints averages checkpoints)"
+        )
 
 
 def _bitwise(config: TaskConfig) -> Iterable[str]:

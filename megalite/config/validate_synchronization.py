@@ -55,7 +55,6 @@ def with_sites(config: AnyConfig, world_size: int, node_ranks: int | None) -> An
 def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each relation of these options that does not hold."""
     chosen = config.synchronization
-    yield from _mean_problems(config)
     yield from _compression_problems(config)
     yield from _local_update_problems(config)
     if chosen.has_servers:
@@ -67,17 +66,6 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
     yield from _algorithm_problems(config)
     if chosen.leaves_out:
         yield from _late_problems(config, world_size)
-
-
-def _mean_problems(config: TaskConfig) -> Iterator[str]:
-    """Yield with what a mean of the weights is not that of a step with one set of weights."""
-    chosen, decay = config.synchronization, config.optimizer.ema_decay
-    if decay is not None and (chosen.has_replicas or chosen.has_servers):
-        way = f"--local-update {chosen.local_update}" if chosen.has_replicas else _SERVERS
-        yield (
-            f"--ema-decay {decay} with {way}: a step has not one set of weights there; drop one of them "
-            "(megalite-merge-checkpoints averages checkpoints)"
-        )
 
 
 def _compression_problems(config: TaskConfig) -> Iterator[str]:

@@ -210,6 +210,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--qk-clip --qk-clip-alpha 1", "--qk-clip-alpha 1.0: must be above 0 and below 1"),
         ("--qk-clip --qk-clip-alpha 0", "--qk-clip-alpha 0.0: must be above 0 and below 1"),
         ("--ema-decay 1", "--ema-decay 1.0: must be above 0 and below 1"),
+        (
+            "--ema-decay 0.9 --no-save-optim --save d",
+            "--ema-decay 0.9 with --no-save-optim: the mean would not be saved; drop one of them",
+        ),
         ("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0.0: must be above 0"),
         ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
         ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
