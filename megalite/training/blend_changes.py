@@ -159,7 +159,7 @@ def _notes(before: Mapping[str, _Source], after: Mapping[str, _Source], seeds: t
         tokens = sum(change.tokens for change in rest)
         lines.append(f"note:   and {len(rest)} more source{'s' if len(rest) > 1 else ''} ({tokens:,} tokens)")
     return (
-        "note: the blend is another one than the checkpoint's, and does not go on where its sources are:",
+        "note: the data or their order have changed, and sources do not go on where they are:",
         *lines,
         _ADVICE,
     )

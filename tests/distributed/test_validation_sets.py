@@ -34,8 +34,8 @@ FLAGS = f"""--fp64 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} 
 NETWORK = Network(
     layers=2, hidden=16, heads=2, groups=2, head_dim=8, ffn=24, vocabulary=VOCABULARY, std=0.2, positions=LENGTH
 )
-TOKENS = {"code": 121, "math": 25, "web": 8 * LENGTH + 1}
-"""Tokens of each set: 10 samples, 2, and 8, so that one ends inside a batch, one is less than one and one is two."""
+TOKENS = {"code": 11 * LENGTH + 1, "math": 2 * LENGTH + 1, "web": 8 * LENGTH + 1}
+"""Tokens of each set: 11 samples, 2, and 8, so that one ends inside a batch, one is less than one and one is two."""
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_whole_sets_are_read_once_on_any_layout(layout: str, ranks: int, files: 
     "layout",
     ["", *(pytest.param(layout, marks=pytest.mark.wide) for layout in ("--ep 2", "--tp 2 --sequence-parallel"))],
 )
-def test_what_fills_a_micro_batch_goes_to_no_expert(layout: str, files: Path, rank_pools: RankPools) -> None:
+def test_layers_with_experts_take_micro_batches_that_are_filled_up(layout: str, files: Path, rank_pools: RankPools) -> None:
     flags = f"{FLAGS} {paths(files, *TOKENS)} --multiple-validation-sets --full-validation {EXPERTS}"
     expected = evaluation(f"{flags} --micro-batch-size 1 --global-batch-size 1")
     filled = "--micro-batch-size 7 --global-batch-size 14 --num-workers 0"

@@ -80,9 +80,9 @@ def test_names_of_sets_can_be_given(files: dict[str, str]) -> None:
     """The same prefix twice has two names then."""
     data = {"train_data_path": [files["a"]], "valid_data_path": [files["b"], files["b"]]}
     assert [*build(WHOLE._replace(set_names=("x", "y")), **data).valid_sets] == ["x", "y"]
-    with pytest.raises(ConfigurationError, match=r"the 2 validation sets .* would be called text, text: give each"):
+    with pytest.raises(ConfigurationError, match=r"have 2 prefixes, .* would be called text, text: give each"):
         build(WHOLE_SETS, **data)
-    with pytest.raises(ConfigurationError, match=r"the 2 validation sets .* would be called x: give each a name"):
+    with pytest.raises(ConfigurationError, match=r"have 2 prefixes, .* would be called x: give each a name"):
         build(WHOLE._replace(set_names=("x",)), **data)
 
 
