@@ -113,7 +113,9 @@ def test_whole_sets_are_read_once_on_any_layout(layout: str, ranks: int, files: 
     "layout",
     ["", *(pytest.param(layout, marks=pytest.mark.wide) for layout in ("--ep 2", "--tp 2 --sequence-parallel"))],
 )
-def test_layers_with_experts_take_micro_batches_that_are_filled_up(layout: str, files: Path, rank_pools: RankPools) -> None:
+def test_layers_with_experts_take_micro_batches_that_are_filled_up(
+    layout: str, files: Path, rank_pools: RankPools
+) -> None:
     flags = f"{FLAGS} {paths(files, *TOKENS)} --multiple-validation-sets --full-validation {EXPERTS}"
     expected = evaluation(f"{flags} --micro-batch-size 1 --global-batch-size 1")
     filled = "--micro-batch-size 7 --global-batch-size 14 --num-workers 0"
