@@ -108,7 +108,7 @@ def show_sample(config_path: Path, sample: int) -> None:
     if not 0 <= sample < len(data.train):
         raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
     fields = data.train[sample]
-    counted, length = int(fields["loss_mask"].sum()), len(fields["tokens"])
+    counted, length = int((fields["loss_mask"] > 0).sum()), len(fields["tokens"])
     say(f"sample {sample}: {length} tokens, {counted} count in the loss")
     say(data.tokenizer.decode(fields["tokens"].tolist()))
 

@@ -81,8 +81,8 @@ class DataConfig(TokenizerFlags):
     reset_attention_mask: bool = False
     """Let tokens attend only to their own document."""
     loss_weights: tuple[str, ...] = ()
-    """Weights NAME=WEIGHT of tokens in the loss of training, by source of a blend, or by role with sft. Of sources, those
-    not named have 1; of roles, assistant has 1 and the others 0."""
+    """Weights NAME=WEIGHT of tokens in the loss of training, by source of a blend, or by role with sft; other sources
+    have 1, and of other roles assistant 1 and the rest 0."""
     eod_mask_loss: bool = False
     """Mask the loss at positions whose input is the end-of-document token."""
     eos_token_ids: tuple[int, ...] = ()

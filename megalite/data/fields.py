@@ -16,7 +16,7 @@ class SampleFields(TypedDict):
     Attributes:
         tokens: int64 [sequence_length], the input.
         labels: int64 [sequence_length], the token after each input token.
-        loss_mask: float32 [sequence_length], 0 if the label does not count in the loss.
+        loss_mask: float32 [sequence_length], 0 if the label does not count in the loss; or float64, the label's weight.
         positions: int64 [sequence_length].
         document_ids: int64 [sequence_length], number of the document that a token belongs to; tokens attend only
             within their document. None: tokens attend to all tokens before them.

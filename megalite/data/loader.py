@@ -11,7 +11,6 @@ import numpy as np
 
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
-from megalite.data.loss_weights import LossWeights
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Deal
 from megalite.data.sources import Sources
@@ -50,7 +49,6 @@ class MicroBatchLoader:
         verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
         routing: records of routing to replay; None: none.
         sources: sources of the samples; None: none is told.
-        loss_weights: weights of tokens in the loss; None: those of the dataset's loss mask.
         byte_lengths: bytes of the text of each token, int64 [vocab_size]; None: nobody asks.
         fills: after the last sample of the dataset come empty ones, whose tokens are all padding.
     """
@@ -63,7 +61,6 @@ class MicroBatchLoader:
     verification: Verification | None = None
     routing: RoutingRecords | None = None
     sources: Sources | None = None
-    loss_weights: LossWeights | None = None
     byte_lengths: np.ndarray | None = None
     fills: bool = False
 
@@ -130,7 +127,7 @@ class MicroBatchLoader:
         return MicroBatchArrays(
             tokens=tokens,
             labels=labels,
-            loss_mask=self._loss_mask(rows, sources),
+            loss_mask=np.stack([row["loss_mask"] for row in rows]),
             positions=np.stack([row["positions"] for row in rows]),
             document_ids=np.stack(documents) if documents else None,
             padding=None
@@ -151,15 +148,6 @@ class MicroBatchLoader:
         row = self.dataset[len(self.dataset) - 1]
         nothing, everything = np.zeros_like(row["loss_mask"]), np.ones(row["tokens"].shape, bool)
         return SampleFields(**{**row, "loss_mask": nothing, "padding": everything})
-
-    def _loss_mask(self, rows: Sequence[SampleFields], sources: np.ndarray | None) -> np.ndarray:
-        """Return the weights of the tokens in the loss, [samples, sequence]."""
-        mask, weights = np.stack([row["loss_mask"] for row in rows]), self.loss_weights
-        if weights is not None and weights.of_roles is not None:
-            mask = weights.of_roles[np.stack([row["roles"] for row in rows])]
-        if weights is not None and weights.of_sources is not None and sources is not None:
-            mask = mask * weights.of_sources[sources, None]
-        return mask
 
     def close(self) -> None:
         """End the threads and drop the micro-batches that were read ahead."""

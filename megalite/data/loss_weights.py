@@ -1,4 +1,4 @@
-"""Weights of tokens in the loss of training, as arrays."""
+"""Weights of tokens in the loss of training, by the source of a sample or by the role of a message."""
 
 from __future__ import annotations
 
@@ -8,22 +8,36 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalite.config.loss_weights import DEFAULT_ROLES
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
 from megalite.data.sources import Sources, SourceTokens
 from megalite.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class LossWeights:
-    """Weights of tokens, each float64.
+class WeightedDataset:
+    """Dataset of samples whose loss masks have weights of tokens, in float64.
 
     Attributes:
-        of_sources: [sources], factors of the loss mask; None: 1.
-        of_roles: [1 + roles], in place of the loss mask; the first one is that of the tokens of no role. None: the
-            mask is as it is.
+        samples: samples without weights.
+        weights: float64 [sources], factors of the masks; or [1 + roles] in their place, the first of tokens of no role.
+        sources: sources of the samples; None: weights are of roles.
     """
 
-    of_sources: np.ndarray | None = None
-    of_roles: np.ndarray | None = None
+    samples: Dataset[SampleFields]
+    weights: np.ndarray
+    sources: Sources | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, sample: int) -> SampleFields:
+        """Return a sample. Raises IndexError if there is no such sample."""
+        fields = self.samples[sample]
+        if self.sources is None:
+            return SampleFields(**{**fields, "loss_mask": self.weights[fields["roles"]]})
+        weighted = fields["loss_mask"].astype(np.float64) * self.weights[self.sources.of(sample)]
+        return SampleFields(**{**fields, "loss_mask": weighted})
 
 
 def weighted_roles(given: Mapping[str, float]) -> tuple[str, ...]:
@@ -31,12 +45,12 @@ def weighted_roles(given: Mapping[str, float]) -> tuple[str, ...]:
     return tuple({**DEFAULT_ROLES, **given})
 
 
-def weights_of_roles(given: Mapping[str, float]) -> LossWeights:
-    """Return the weights of `weighted_roles`."""
-    return LossWeights(of_roles=np.array([0.0, *{**DEFAULT_ROLES, **given}.values()]))
+def weights_of_roles(given: Mapping[str, float]) -> np.ndarray:
+    """Return the weights of tokens of no role, and of those of `weighted_roles`."""
+    return np.array([0.0, *{**DEFAULT_ROLES, **given}.values()])
 
 
-def weights_of_sources(given: Mapping[str, float], sources: Sources | None) -> LossWeights:
+def weights_of_sources(given: Mapping[str, float], sources: Sources | None) -> np.ndarray:
     """Return the weights of sources, which are named as in records or by their full prefix; others have 1.
 
     Raises ConfigurationError: there is one source only, a name is not of one of them, or all weights are 0.
@@ -56,7 +70,7 @@ def weights_of_sources(given: Mapping[str, float], sources: Sources | None) -> L
         weights[numbers[name]] = weight
     if not weights.any():
         raise ConfigurationError(f"{flag}: no source counts, so nothing would be learned: give one more than 0")
-    return LossWeights(of_sources=weights)
+    return weights
 
 
 def _listed(names: Sequence[str], most: int = 20) -> str:

@@ -126,11 +126,9 @@ class GPTTask(GPTNetworkTask):
         `whole`: all samples are asked for, the last ones in micro-batches that are filled up.
         """
         routing, seed = self.data.routing if trains else None, self.config.training.seed
-        weights, lengths = (self.data.loss_weights, None) if trains else (None, self._byte_lengths)
-        arrays = builder.make_loader(
-            self.config, self.mesh, self.data, dataset, routing, sources, weights, lengths, fills=whole
-        )
+        lengths = None if trains else self._byte_lengths
         shown = told(sources)
+        arrays = builder.make_loader(self.config, self.mesh, self.data, dataset, routing, shown, lengths, fills=whole)
         names = () if shown is None else shown.names
         terms = [loss_by_source(names)] if names else []
         terms += [] if lengths is None else [bits_per_byte(names)]

@@ -30,7 +30,6 @@ from megalite.config.run import TaskConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
-from megalite.data.loss_weights import LossWeights
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Shares
 from megalite.data.sources import Sources
@@ -73,7 +72,6 @@ def make_loader(
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
     sources: Sources | None = None,
-    loss_weights: LossWeights | None = None,
     byte_lengths: np.ndarray | None = None,
     fills: bool = False,
 ) -> MicroBatchLoader:
@@ -86,7 +84,6 @@ def make_loader(
         verification=data.verification,
         routing=routing,
         sources=sources,
-        loss_weights=loss_weights,
         byte_lengths=byte_lengths,
         fills=fills,
     )

@@ -20,7 +20,7 @@ from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
-from megalite.data.loss_weights import LossWeights, weighted_roles, weights_of_roles, weights_of_sources
+from megalite.data.loss_weights import WeightedDataset, weighted_roles, weights_of_roles, weights_of_sources
 from megalite.data.mixed import MixedSamples
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
@@ -57,8 +57,6 @@ class RunData:
     """Sources of the samples of training, if there are several."""
     valid_sources: Sources | None = None
     test_sources: Sources | None = None
-    loss_weights: LossWeights | None = None
-    """Weights of tokens in the loss of training; None: those of the datasets' loss masks."""
     valid_sets: Mapping[str, Dataset[SampleFields]] = field(default_factory=dict)
     """Validation sets by name, in place of `valid`."""
     mix: MixedSamples | None = None
@@ -179,7 +177,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
             mix.notes(samples.train)  # an error is raised now, not after the ranks have met
     return RunData(
         tokenizer,
-        train,
+        _weighted(train, config.data, of_train),
         opened.valid,
         opened.test,
         opened.notes,
@@ -188,7 +186,6 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         of_train,
         of_valid,
         of_test,
-        _loss_weights(config.data, of_train),
         valid_sets=opened.valid_sets,
         mix=mix,
     )
@@ -252,11 +249,16 @@ def open_datasets(
     return _with_fields(data, seed, tokenizer, tokens), tokens[:3]
 
 
-def _loss_weights(data: DataConfig, sources: Sources | None) -> LossWeights | None:
-    """Return the weights of tokens from the flags. Raises ConfigurationError if a name is not of a source."""
+def _weighted(train: Dataset[SampleFields], data: DataConfig, sources: Sources | None) -> Dataset[SampleFields]:
+    """Return the training data with weights of tokens, if there are any.
+
+    Raises ConfigurationError if a name is not of a source.
+    """
     if not (given := loss_weights(data.loss_weights)):
-        return None
-    return weights_of_roles(given) if data.sft else weights_of_sources(given, sources)
+        return train
+    if data.sft:
+        return WeightedDataset(train, weights_of_roles(given))
+    return WeightedDataset(train, weights_of_sources(given, sources), sources)
 
 
 def _sources(taken: object, tokens_per_sample: int) -> SourceTokens | None:

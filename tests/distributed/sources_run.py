@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
-from megalite.data.loss_weights import LossWeights
+from megalite.data.loss_weights import WeightedDataset
 from megalite.data.sampler import Ranges
 from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
@@ -88,8 +89,9 @@ def _run(mesh: ParallelMesh, cell: Cell) -> tuple[Recorded, Recorded]:
     for chunk in chunks:
         chunk.main_terms = (LM_LOSS, loss_by_source(NAMES))
     training = Training(mesh, cell, chunks)
-    trained = _micro_batches(mesh, cell, LossWeights(np.array(WEIGHTS)), None)
-    evaluated = _micro_batches(mesh, cell, None, bytes_of_tokens(cell))
+    rows = Rows(cell)
+    trained = _micro_batches(mesh, cell, WeightedDataset(rows, np.array(WEIGHTS), rows), None)
+    evaluated = _micro_batches(mesh, cell, rows, bytes_of_tokens(cell))
     slots = shares_of(cell, mesh.coordinate("dp")).slots(micro_batches_of(cell))
     training.schedules.prove(evaluation=slots, mesh=mesh)
     training.network.eval()
@@ -120,16 +122,14 @@ def _recorded(
 
 
 def _micro_batches(
-    mesh: ParallelMesh, cell: Cell, weights: LossWeights | None, byte_lengths: np.ndarray | None
+    mesh: ParallelMesh, cell: Cell, samples: Dataset[SampleFields], byte_lengths: np.ndarray | None
 ) -> list[MicroBatch]:
     """Return this rank's micro-batches of the step, as a run reads and cuts them."""
-    rows = Rows(cell)
     loader = MicroBatchLoader(
-        rows,
+        samples,
         micro_batch_size=cell.micro_batch_size,
         vocab_size=VOCABULARIES[cell.vocabulary][0],
-        sources=rows,
-        loss_weights=weights,
+        sources=Rows(cell),
         byte_lengths=byte_lengths,
     )
     attention = [layer for layer in model_config(cell).passed_layers if layer.mixer is not None]

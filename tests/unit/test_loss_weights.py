@@ -16,7 +16,7 @@ from megalite.data.chat import ChatTemplate, Span, conversation_reader
 from megalite.data.datasets import Datasets, Samples
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
-from megalite.data.loss_weights import LossWeights, weighted_roles, weights_of_roles, weights_of_sources
+from megalite.data.loss_weights import WeightedDataset, weighted_roles, weights_of_roles, weights_of_sources
 from megalite.data.sampler import equal_deal
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.sources import SourceTokens
@@ -64,8 +64,8 @@ def test_weights_that_cannot_be_meant_are_one_line(given: tuple[str, ...], flags
 
 
 def test_sources_are_named_as_in_records_or_by_their_prefix() -> None:
-    assert weights_of_sources({"web": 0.5}, BLEND).of_sources.tolist() == [0.5, 1.0]  # type: ignore[union-attr]
-    assert weights_of_sources({"y/code": 0.0}, BLEND).of_sources.tolist() == [1.0, 0.0]  # type: ignore[union-attr]
+    assert weights_of_sources({"web": 0.5}, BLEND).tolist() == [0.5, 1.0]
+    assert weights_of_sources({"y/code": 0.0}, BLEND).tolist() == [1.0, 0.0]
     with pytest.raises(ConfigurationError, match=r"math=2: no source .* called 'math': they are web, code$"):
         weights_of_sources({"math": 2.0}, BLEND)
     with pytest.raises(ConfigurationError, match="web=0 code=0: no source counts, so nothing would be learned"):
@@ -124,24 +124,24 @@ def test_labels_have_the_weight_of_their_role(tmp_path: Path) -> None:
     given = {"user": 0.25, "system": 3.0}
     train, *_ = build(tmp_path, [{"messages": [*TALK[:3], TALK[1], TALK[2] | {"weight": 0}]}], given)
     assert train is not None
-    loader = MicroBatchLoader(train, micro_batch_size=2, vocab_size=257, loss_weights=weights_of_roles(given))
-    (batch,) = loader.micro_batches(0, equal_deal(0, 1, 1))
-    assert batch["loss_mask"].dtype == np.float64
+    weighted = WeightedDataset(train, weights_of_roles(given))
+    assert len(weighted) == len(train)
     parts = ("<|system|>\nCount.\n", 3.0), ("<|user|>\n1+1?\n", 0.25), ("<|assistant|>\n", 0.0), ("2", 1.0), ("\0", 1.0)
     parts = *parts, ("<|user|>\n1+1?\n", 0.25), ("<|assistant|>\n", 0.0), ("2", 0.0), ("\0", 0.0)
     wanted = [weight for text, weight in parts for _ in text][1:]  # the first token is no label
     for row in range(2):
-        assert batch["loss_mask"][row].tolist() == wanted + [0.0] * (96 - len(wanted))
-        assert train[row]["loss_mask"].tolist() == [float(weight == 1.0) for weight in batch["loss_mask"][row]]
+        mask = weighted[row]["loss_mask"]
+        assert mask.dtype == np.float64
+        assert mask.tolist() == wanted + [0.0] * (96 - len(wanted))
+        assert train[row]["loss_mask"].tolist() == [float(weight == 1.0) for weight in mask]
 
 
 def test_neighbouring_messages_keep_their_weights(tmp_path: Path) -> None:
     given = {"user": 0.5, "assistant": 2.0}
     train, *_ = build(tmp_path, [{"prompt": "ab", "completion": "cd"}], given)
     assert train is not None
-    loader = MicroBatchLoader(train, micro_batch_size=1, vocab_size=257, loss_weights=weights_of_roles(given))
-    (batch,) = loader.micro_batches(0, equal_deal(0, 1, 1))
-    assert batch["loss_mask"][0, :5].tolist() == [0.5, 2.0, 2.0, 2.0, 0.0]
+    mask = WeightedDataset(train, weights_of_roles(given))[0]["loss_mask"]
+    assert mask[:5].tolist() == [0.5, 2.0, 2.0, 2.0, 0.0]
 
 
 def test_a_role_that_nobody_has_is_refused(tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ class Ones:
 
 
 def test_weights_of_sources_are_factors_of_the_mask() -> None:
-    weights, lengths = LossWeights(np.array([0.1, 3.0])), np.array([0, 1, 2, 3, 4])
+    weighted = WeightedDataset(Ones(), np.array([0.1, 3.0]), BLEND)
     loader = MicroBatchLoader(
-        Ones(), micro_batch_size=4, vocab_size=5, sources=BLEND, loss_weights=weights, byte_lengths=lengths
+        weighted, micro_batch_size=4, vocab_size=5, sources=BLEND, byte_lengths=np.array([0, 1, 2, 3, 4])
     )
     (batch,) = loader.micro_batches(0, equal_deal(0, 1, 1))
     assert batch["loss_mask"].tolist() == [[0.0, weight, weight] for weight in (0.1, 3.0, 0.1, 0.1)]

@@ -10,6 +10,7 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.fields import FieldsDataset
 from megalite.data.fill_in_the_middle import FillInTheMiddleDataset
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.loss_weights import WeightedDataset
 from megalite.data.sample_source import SampleSource
 from megalite.data.sft_dataset import SFTDataset
 from megalite.tasks.dataset_task import DatasetTask
@@ -31,6 +32,8 @@ def _of_dataset(dataset: Any, sample: int) -> str:
     """Return the origin of a sample of a dataset, or of those that it is made of."""
     if isinstance(dataset, FieldsDataset | FillInTheMiddleDataset):
         return _of_dataset(dataset.tokens, sample)
+    if isinstance(dataset, WeightedDataset):
+        return _of_dataset(dataset.samples, sample)
     if isinstance(dataset, BlendedDataset):
         return _of_dataset(
             dataset.datasets[int(dataset.dataset_index[sample])], int(dataset.dataset_sample_index[sample])

@@ -79,7 +79,8 @@ def open_data_of(command: Command, recorded: Dataset[SampleFields] | None = None
     config, _ = one_process(command, "fp64")
     if recorded is None:
         return open_data(config)
-    made_up = replace(config.data, mock_data=True, data_path=())
+    # Recorded masks of the loss have the weights of tokens.
+    made_up = replace(config.data, mock_data=True, data_path=(), data_mix_schedule=None, loss_weights=())
     return replace(open_data(replace(config, data=made_up)), train=recorded)
 
 
