@@ -12,7 +12,6 @@ for evaluation, generation, conversion, and training with --finetune (from step 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +67,7 @@ def main() -> None:
     from megalite.checkpoint.file_writer import cut_evenly, write_checkpoint
     from megalite.checkpoint.merging import MERGED, WeightedSum, check_alike
     from megalite.process.progress import show_progress
+    from megalite.storage import place_of
 
     readers = open_all(arguments)
     check_alike(readers, means=arguments.ema)
@@ -79,7 +79,7 @@ def main() -> None:
         "method": "weights" if arguments.weights else arguments.method,
         "ema": arguments.ema,
         "checkpoints": [
-            {"path": os.path.abspath(str(reader.path)), "step": reader.manifest.training.iteration, "weight": weight}
+            {"path": place_of(reader.path), "step": reader.manifest.training.iteration, "weight": weight}
             for reader, weight in zip(readers, weights, strict=True)
         ],
     }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import TrainingState
 from megalite.errors import CheckpointError
-from megalite.storage import AnyPath
+from megalite.storage import AnyPath, place_of
 
 if TYPE_CHECKING:
     from megalite.training.ledger import Decision
@@ -29,8 +28,7 @@ class Parent:
     @staticmethod
     def of(path: AnyPath, training: TrainingState) -> Parent:
         """Return the parent of a run that begins with the checkpoint in folder `path`."""
-        run = path.parent.absolute() if isinstance(path, Path) else path.parent
-        return Parent(str(run), training.iteration, training.consumed_samples)
+        return Parent(place_of(path.parent), training.iteration, training.consumed_samples)
 
     def __str__(self) -> str:
         return f"a branch of {self.run} from step {self.step} ({self.samples:,} samples)"

@@ -50,7 +50,10 @@ _OF_THAT_RUN = "about that run alone: a new run has its own flags"
 _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
 _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
-_SECTIONS_OF_STATE = "alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix", PARENTS, MERGED
+_SECTIONS_OF_STATE = (
+    *("alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
+    *(PARENTS, MERGED),
+)
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8
 
