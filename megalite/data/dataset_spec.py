@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,11 @@ def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
     data_path: Sequence[str] = data.data_path
     each: Sequence[Sequence[str]] = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_mix_schedule is not None and data.divided:
-        # Every sample of the shares at most once, whatever the weights of training are.
+        # In proportion to the sizes of the files, whatever the weights of training are, which may change.
         prefixes = entry_point("mixed_prefixes")(data.data_mix_schedule)
+        sizes = [float(os.path.getsize(f"{prefix}.bin")) for prefix in prefixes]
         bounds = parse_split(data.split)[1:]
-        return [None, *(DatasetSpec(prefixes, None, *share) if share else None for share in bounds)]
+        return [None, *(DatasetSpec(prefixes, sizes, *share) if share else None for share in bounds)]
     if data.data_mix_schedule is not None:
         return [None, *(_whole(path) if path else None for path in each[1:])]
     if sum(map(bool, (data_path, any(each), data.data_args_path, data.per_split_data_args_path))) != 1:

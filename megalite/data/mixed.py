@@ -37,6 +37,9 @@ class MixedSamples(Sources, Protocol):
     def __getitem__(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample. Raises IndexError if there is no such sample."""
 
+    def documents(self, sample: int) -> Mapping[str, list[int]]:
+        """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
+
     def require_phases(self, iterations: str, batch_size: int) -> None:
         """Raise ConfigurationError unless phases begin after these steps of so many samples, separated by commas."""
 

@@ -21,6 +21,8 @@ from megalite.training.task import Task
 
 def origin(task: Task, sample: int) -> str:
     """Return where a sample of the training data is from, as text; empty where samples have no names."""
+    if isinstance(task, GPTTask) and (mix := task.data.mix) is not None:
+        return "; ".join(_named("document", numbers, prefix) for prefix, numbers in mix.documents(sample).items())
     if isinstance(task, GPTTask):
         return _of_dataset(task.data.train, sample)
     if isinstance(task, DatasetTask) and isinstance(task.train, SampleSource) and not task.train.is_stream:

@@ -29,6 +29,15 @@ def training_share(data: DataConfig) -> Share:
     return (0.0, 1.0) if found is None else found
 
 
+def require_share(path: AnyPath, former: Share, share: Share) -> None:
+    """Raise ConfigurationError if a checkpoint was trained on another share of each file."""
+    if former != share:
+        raise ConfigurationError(
+            f"{path} was trained on the part from {former[0]:g} to {former[1]:g} of each file, and this run would be "
+            f"on that from {share[0]:g} to {share[1]:g}: give --split as before, or leave --valid-data-path out"
+        )
+
+
 def read_by_blend(
     path: AnyPath, saved: Mapping[str, Any], samples: int, tokenizer: Tokenizer, share: Share, seed: int
 ) -> dict[str, tuple[BlendPast, IndexedDataset]]:
@@ -52,11 +61,7 @@ def read_by_blend(
     data, training = saved_section(path, saved, DataConfig), saved_section(path, saved, TrainingConfig)
     if data.mock_data or data.sft:
         return {}
-    if (former := training_share(data)) != share:
-        raise ConfigurationError(
-            f"{path} was trained on the part from {former[0]:g} to {former[1]:g} of each file, and this run would be "
-            f"on that from {share[0]:g} to {share[1]:g}: give --split as before, and without --valid-data-path"
-        )
+    require_share(path, training_share(data), share)
     if training.seed != seed:
         raise ConfigurationError(f"--seed {seed}: the blend of {path} was shuffled with {training.seed}: give the same")
     asked_for = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)

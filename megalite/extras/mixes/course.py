@@ -24,12 +24,8 @@ class Cut(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
-    """Tokens `begin` to `end` of the stream of one pass."""
-
-    number: int
-    begin: int
-    end: int
+Part = tuple[int, int, int]
+"""Tokens of a sample: the number of the pass, the first of them in its stream, and the one behind the last."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +73,20 @@ class Course:
 
     def parts(self, given: int) -> list[Part]:
         """Return the parts of the sample before which the source has given so many tokens."""
-        cuts = bisect.bisect_right(self._givens, given)
+        cuts = len(self._givens) if given >= self._givens[-1] else bisect.bisect_right(self._givens, given)
         length, number = self._cuts[cuts - 1].length, self._pass_at(given)
-        if (kept := self._found) is None or kept[:2] != (number, cuts):
+        if (kept := self._found) is None or kept[0] != number or kept[1] != cuts:
             kept = self._found = (number, cuts, *self._reading(number, given))
         _, _, at, reading = kept
-        found = [Part(number, *each) for each in reading.ranges((given - at) // length)]
-        missing = length - sum(part.end - part.begin for part in found)
+        sample = (given - at) // length
+        found = [(number, begin, end) for begin, end in reading.ranges(sample)]
+        if sample < reading.whole:
+            return found
+        missing = length - sum(end - begin for _, begin, end in found)
         while missing:
             number += 1
-            found.append(Part(number, 0, min(missing, self._tokens)))
-            missing -= found[-1].end
+            found.append((number, 0, min(missing, self._tokens)))
+            missing -= found[-1][2]
         return found
 
     def _pass_at(self, given: int) -> int:

@@ -18,7 +18,7 @@ from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import ConfigurationError, DataError
-from megalite.extras.mixes.blend_past import read_by_blend, training_share
+from megalite.extras.mixes.blend_past import read_by_blend, require_share, training_share
 from megalite.extras.mixes.history import (
     SECTION,
     History,
@@ -68,7 +68,7 @@ class ScheduledMix:
         self._records = {name: _record(source) for name, source in self._sources.items()}
         self._names = [printable(name) for name in self._sources]  # records go to other programs
         self._numbers = {name: number for number, name in enumerate(self._sources)}
-        self.mix = Mix(History(self._plan, self._records, seed), self._sources)
+        self.mix = Mix(History(self._plan, self._records, seed, self._share), self._sources)
 
     def _open(self, name: str, prefixes: Sequence[str], verification: Verification | None) -> TokenSource:
         records = [read_side_file(prefix) for prefix in prefixes]
@@ -94,6 +94,10 @@ class ScheduledMix:
     def of(self, sample: int) -> int:
         """Return the number of the source of a sample, its place among the names."""
         return self._numbers[self.mix.source_of(sample)]
+
+    def documents(self, sample: int) -> dict[str, list[int]]:
+        """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
+        return self.mix.documents(sample)
 
     def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
         """Return the tokens of each source among the first samples, as figures of a record."""
@@ -164,7 +168,7 @@ class ScheduledMix:
             begins, records, former_phases = self._after_mix(path, past)
             phases = former_phases if former == length else ended(former_phases, number)
             phases = joined(phases, self._plan, following)
-        self._set(History(phases, records, self._seed))
+        self._set(History(phases, records, self._seed, self._share))
         new = [each for each in phases if past is None or (each.until is None and each not in past.phases)]
         why = f"{begins}sample {new[0].first:,} is the first of a phase: {in_words(new[0])}" if new else begins or None
         notes += [] if why is None else [why]
@@ -177,6 +181,7 @@ class ScheduledMix:
                 f"--seed {self._seed}: the sources of {path} were shuffled with {past.seed}, and another seed would "
                 "repeat samples and lose others: give the same one"
             )
+        require_share(path, past.share, self._share)
         changed = self._changed(past.sources)
         names = {former: f"{former}{MARK}{past.sources[former].identity[:8]}" for former in changed.values()}
         records = {names.get(name, name): record for name, record in past.sources.items()}

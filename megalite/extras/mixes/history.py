@@ -65,11 +65,17 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class History:
-    """Phases in order, the sources that they name, and the seed of the order of each."""
+    """Phases in order, and the sources that they name.
+
+    Attributes:
+        seed: seed of the order of each source.
+        share: fractions of each file's sequences between which those of training lie.
+    """
 
     phases: tuple[MixedPhase, ...]
     sources: Mapping[str, SourceRecord]
     seed: int
+    share: tuple[float, float]
 
     def saved(self) -> dict[str, Any]:
         """Return the history as JSON."""
@@ -104,16 +110,17 @@ def joined(past: Sequence[MixedPhase], plan: Sequence[MixedPhase], sample: int) 
             return tuple(past)
         sample = differing[0]
     kept = [each for each in past if each.until is not None or each.first < sample]
-    return (*kept, replace(_at(plan, sample), first=sample), *(each for each in plan if each.first > sample))
+    active, later = replace(_at(plan, sample), first=sample), [each for each in plan if each.first > sample]
+    if going_on and kept and kept[-1].until is None and kept[-1].mix == active.mix:
+        return (*kept, *later)  # the last one goes on for longer
+    return (*kept, active, *later)
 
 
 def ended(past: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
     """Return the phases until a sample of their length: those behind it have samples of another length."""
     begun = [each for each in past if each.until is not None or each.first < sample]
-    ends = [*(each.first for each in begun[1:]), sample]
-    return tuple(
-        replace(each, until=end) if each.until is None else each for each, end in zip(begun, ends, strict=True)
-    )
+    found = zip(begun, [*(each.first for each in begun[1:]), sample], strict=False)
+    return tuple(replace(each, until=end) if each.until is None else each for each, end in found)
 
 
 def _at(phases: Iterable[MixedPhase], sample: int) -> MixedPhase:
@@ -131,14 +138,20 @@ def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
             raise ValueError(f"version {found['version']!r}")
         phases = tuple(MixedPhase(**each) for each in found["phases"])
         sources = {name: _record(each) for name, each in found["sources"].items()}
-        if not (phases and fits(found["seed"], int) and all(_is_valid(each, sources) for each in phases)):
+        seed, share = found["seed"], tuple(found["share"])
+        if not (
+            phases
+            and fits(seed, int)
+            and fits(share, tuple[float, float])
+            and all(_is_valid(each, sources) for each in phases)
+        ):
             raise ValueError("a phase is not valid")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: its {SECTION} cannot be read ({error}): it was damaged, or written by another version; resume "
             "from another checkpoint"
         ) from error
-    return History(phases, sources, found["seed"])
+    return History(phases, sources, seed, (share[0], share[1]))
 
 
 def _record(found: Mapping[str, Any]) -> SourceRecord:

@@ -93,14 +93,12 @@ def _consumed(run: str) -> Consumed:
 
 def _opened(found: Consumed) -> tuple[dict[str, TokenSource], list[str]]:
     """Return the sources whose files are here and as they were, and a line for each other one."""
-    from megalite.extras.mixes.blend_past import training_share
-
     sources, missing, cache = {}, [], IndexCache(found.data.data_cache_path)
     for name, record in found.history.sources.items():
         try:
             files = [IndexedDataset(prefix, found.data.mmap_bin_files) for prefix in record.prefixes]
             sides = [read_side_file(prefix) for prefix in record.prefixes]
-            source = TokenSource(name, files, sides, training_share(found.data), found.history.seed, cache)
+            source = TokenSource(name, files, sides, found.history.share, found.history.seed, cache)
         except MegaliteError as error:
             missing.append(f"{name} ({error})")
             continue

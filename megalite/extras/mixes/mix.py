@@ -12,7 +12,7 @@ import numpy as np
 from megalite.data.sampler import Ranges, sample_at
 from megalite.errors import DataError
 from megalite.extras.mixes.apportionment import NO_LIMIT, Apportionment
-from megalite.extras.mixes.course import BlendOrder, Course, Cut
+from megalite.extras.mixes.course import BlendOrder, Course, Cut, Part
 from megalite.extras.mixes.history import History, MixedPhase
 from megalite.extras.mixes.token_source import TokenSource
 from megalite.process.output import printable
@@ -92,7 +92,7 @@ class Mix:
             return NO_LIMIT
         source = self.history.sources[name]
         before = self._given[name] + self.blend_tokens(name)
-        limit = max(0, int(epochs * source.tokens) - before) // phase.length
+        limit = min(max(0, int(epochs * source.tokens) - before) // phase.length, NO_LIMIT)
         if limit == 0 and before == 0:
             raise DataError(
                 f"--data-mix-schedule: the source {name} has {source.tokens:,} tokens, and max_epochs {epochs:g} of it "
@@ -114,11 +114,19 @@ class Mix:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample. Raises IndexError if the run, with its present length, has no such sample."""
+        source, parts = self._parts(sample)
+        return source.read(parts)
+
+    def documents(self, sample: int) -> dict[str, list[int]]:
+        """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
+        source, parts = self._parts(sample)
+        return source.documents(parts)
+
+    def _parts(self, sample: int) -> tuple[TokenSource, list[Part]]:
         section, place = self._find(sample)
         number, count = section.apportionment.at(place)
         name = section.names[number]
-        parts = self.courses[name].parts(int(section.given[number]) + count * section.phase.length)
-        return self._sources[name].read(parts)
+        return self._sources[name], self.courses[name].parts(section.given.item(number) + count * section.phase.length)
 
     def source_of(self, sample: int) -> str:
         """Return the name of the source of a sample."""

@@ -19,7 +19,13 @@ MOST_LANES = 1024
 
 
 class Reading(Protocol):
-    """Order of samples of one length. The last one has what is left, if that is less than a sample."""
+    """Order of samples of one length. The last one has what is left, if that is less than a sample.
+
+    Attributes:
+        whole: number of samples before it.
+    """
+
+    whole: int
 
     def ranges(self, sample: int) -> Ranges:
         """Return the parts of a sample, which have as many tokens as it."""
@@ -49,12 +55,13 @@ class InTurns:
         self._rows = int(sizes.min(initial=np.iinfo(np.int64).max)) // length if len(segments) else 0
         self._in_turns = self._rows * len(segments)
         self._ends = np.cumsum(sizes - self._rows * length)
+        self.whole = int(sizes.sum()) // length
 
     def ranges(self, sample: int) -> Ranges:
         """Return the parts of a sample."""
         if sample < self._in_turns:
             row, lane = divmod(sample, len(self._segments))
-            begin = int(self._segments[lane, 0]) + row * self._length
+            begin = self._segments.item(lane, 0) + row * self._length
             return [(begin, begin + self._length)]
         first = (sample - self._in_turns) * self._length
         return [(begin, end) for begin, end in self._joined(first, first + self._length).tolist()]
@@ -93,6 +100,7 @@ class InOrder:
 
     def __init__(self, order: np.ndarray, length: int, samples: int, total: int) -> None:
         self._order, self._length, self._samples, self._total = order, length, samples, total
+        self.whole = len(order) + (total - samples * length) // length
 
     def ranges(self, sample: int) -> Ranges:
         """Return the parts of a sample."""

@@ -30,6 +30,8 @@ from megalite.small_files import MIB, read_small_file, reason, shown
 
 _LARGEST = 16 * MIB
 """Largest size of a schedule or a list in bytes: some hundred thousand paths."""
+_LEAST = 1e-12
+"""Least share of a source in a phase."""
 _COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?)", re.IGNORECASE)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MARK = "@"
@@ -180,6 +182,11 @@ class _Reader:
             weights[name] = _positive(text, f"{place}: the weight of {name}", "leave a source out that gives nothing")
         if not weights:
             raise self._error(node, "a phase needs at least one source with a weight")
+        least, total = min(weights, key=lambda name: weights[name]), sum(weights.values())
+        if not weights[least] >= _LEAST * total < math.inf:
+            raise self._error(
+                node, f"the weight of {least} is less than {_LEAST:g} of all: leave it out, or give it more"
+            )
         return weights
 
     def _check_prefixes(self, sources: Mapping[str, SourceFiles]) -> None:

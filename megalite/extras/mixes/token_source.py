@@ -102,11 +102,11 @@ class TokenSource:
     def identity(self) -> str:
         """Return a checksum of the files: of the recorded checksums, or else of parts that are spread over them."""
         found = hashlib.sha256()
-        for file, record, part in zip(self.files, self._records, self._parts, strict=True):
+        for file, record in zip(self.files, self._records, strict=True):
             for path in (idx_path(file.prefix), bin_path(file.prefix)):
                 known = None if record is None else record.crc32.get(path.suffix[1:])
                 sums = _probes(path) if known is None else list(known)
-                found.update(json.dumps([path.stat().st_size, sums, part.start, part.stop]).encode())
+                found.update(json.dumps([path.stat().st_size, sums]).encode())
         return found.hexdigest()[:32]
 
     def after_blend(self, past: BlendPast) -> BlendOrder:
@@ -127,32 +127,47 @@ class TokenSource:
         Raises:
             DataError: a file is damaged.
         """
-        *before, last = parts
-        wanted = [*before, last._replace(end=last.end + 1)]
-        if last.end == self._stream(last.number).ends[-1]:
-            wanted = [*parts, Part(last.number + 1, 0, 1)]
-        found = [piece for part in wanted for piece in self._pieces(part)]
+        *before, (number, begin, end) = parts
+        wanted = [*before, (number, begin, end + 1)]
+        if end == self._stream(number).ends.item(-1):
+            wanted = [*parts, (number + 1, 0, 1)]
+        found = [piece for part in wanted for piece in self._pieces(*part)]
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _pieces(self, part: Part) -> list[np.ndarray]:
-        """Return the tokens of a part, in as many pieces as neighbouring sequences come from several files."""
-        order, ends = self._stream(part.number)
-        first = int(np.searchsorted(ends, part.begin, side="right"))
-        last = int(np.searchsorted(ends, part.end, side="left"))
+    def _pieces(self, number: int, begin: int, end: int) -> list[np.ndarray]:
+        """Return tokens of a pass, in as many pieces as there are sequences, or in one if there is one file."""
+        order, ends = self._stream(number)
+        first, last = ends.searchsorted((begin + 1, end)).tolist()  # those that end behind the first and the last token
         sequences = order[first : last + 1].tolist()
-        start = part.begin - (int(ends[first - 1]) if first else 0)
-        end = part.end - (int(ends[last - 1]) if last else 0)
+        start = begin - ends.item(first - 1) if first else begin
+        end -= ends.item(last - 1) if last else 0
         if self._is_one:
-            offset = self._parts[0].start
-            return [self.files[0].join([offset + sequence for sequence in sequences], start, end)]
+            if offset := self._parts[0].start:
+                sequences = [offset + sequence for sequence in sequences]
+            return [self.files[0].join(sequences, start, end)]
         found = []
         for place, sequence in enumerate(sequences):
-            number = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
-            file, inside = self.files[number], sequence - int(self._bounds[number]) + self._parts[number].start
+            file, inside = self._place_of(sequence)
             stop = end if place == len(sequences) - 1 else int(file.sequence_lengths[inside])
             found.append(file.join([inside], start, stop))
             start = 0
         return found
+
+    def _place_of(self, sequence: int) -> tuple[IndexedDataset, int]:
+        """Return the file of a sequence of the source, and its number there."""
+        number = int(self._bounds.searchsorted(sequence, side="right")) - 1
+        return self.files[number], sequence - int(self._bounds[number]) + self._parts[number].start
+
+    def documents(self, parts: Sequence[Part]) -> dict[str, list[int]]:
+        """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
+        found: dict[str, set[int]] = {}
+        for number, begin, end in parts:
+            order, ends = self._stream(number)
+            first, last = ends.searchsorted((begin + 1, end)).tolist()
+            for file, inside in map(self._place_of, order[first : last + 1].tolist()):
+                document = int(file.document_indices.searchsorted(inside, side="right")) - 1
+                found.setdefault(file.prefix, set()).add(document)
+        return {prefix: sorted(numbers) for prefix, numbers in found.items()}
 
     def _make_stream(self, number: int) -> Stream:
         if self._blend is not None and number == 0:

@@ -20,6 +20,7 @@ from tests.harness.token_files import add_document
 
 SEED = 5
 WHERE = Path("run/iter_0000001")
+WHOLE = DataConfig(seq_length=4, tokenizer_type="NullTokenizer", split="1,0,0")
 Phases = Sequence[Mapping[str, Any]]
 
 
@@ -46,7 +47,7 @@ class MixedRun:
     sources: Mapping[str, Any]
     phases: Phases
     length: int = 4
-    data: DataConfig = DataConfig(seq_length=4, tokenizer_type="NullTokenizer", split="1,0,0")
+    data: DataConfig = WHOLE
 
     def open(self) -> ScheduledMix:
         """Open the mix."""

@@ -19,10 +19,10 @@ LENGTHS = st.sampled_from((1, 2, 3, 5, 8, 13, 32))
 
 def assert_each_once(parts: Sequence[Part], sizes: Sequence[int]) -> None:
     """Check that the parts of passes have all tokens of each but the last, and none twice, pass after pass."""
-    numbers = [part.number for part in parts]
+    numbers = [number for number, _, _ in parts]
     assert numbers == sorted(numbers)
-    for number, of_pass in itertools.groupby(sorted(parts), key=lambda part: part.number):
-        bounds = [(part.begin, part.end) for part in of_pass]
+    for number, of_pass in itertools.groupby(sorted(parts), key=lambda part: part[0]):
+        bounds = [(begin, end) for _, begin, end in of_pass]
         assert all(begin < end for begin, end in bounds)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(bounds))
         if number < numbers[-1]:
@@ -47,7 +47,7 @@ def test_a_pass_is_read_once_before_the_next(
             course = Course(tokens, tuple(cuts))
             for sample in range(samples):
                 parts = course.parts(at + sample * length)
-                assert sum(part.end - part.begin for part in parts) == length
+                assert sum(end - begin for _, begin, end in parts) == length
                 found += parts
             at += samples * length
         # The past can be looked up, too, and is as it was.
@@ -77,7 +77,7 @@ def test_what_a_blend_has_left_comes_first(
     order = np.random.RandomState(tokens).permutation(samples).astype(np.uint32)
     consumed = data.draw(st.integers(0, samples))
     blend = BlendOrder(order[consumed:], length, samples, total)
-    found = [Part(0, int(sample) * length, (int(sample) + 1) * length) for sample in order[:consumed]]
+    found = [(0, int(sample) * length, (int(sample) + 1) * length) for sample in order[:consumed]]
     cuts, at = list[Cut](), 0
     for count, each in spans:
         cuts.append(Cut(at, each))
@@ -87,14 +87,14 @@ def test_what_a_blend_has_left_comes_first(
     assert_each_once(found, [total, *[tokens] * 10_000])
     if spans[0][1] == length:
         same = min(spans[0][0], samples - consumed)
-        begins = [part.begin for part in found[consumed : consumed + same]]
+        begins = [begin for _, begin, _ in found[consumed : consumed + same]]
         assert begins == [int(sample) * length for sample in order[consumed : consumed + same]]
 
 
 def test_neighbouring_samples_are_of_other_lanes() -> None:
     """Lanes of 2^20 tokens: samples that follow one another are far apart, and a lane goes on where it was."""
     course = Course(5 << 20, (Cut(0, 4096),))
-    begins = [course.parts(sample * 4096)[0].begin for sample in range(10)]
+    begins = [course.parts(sample * 4096)[0][1] for sample in range(10)]
     assert begins == [*(lane << 20 for lane in range(5)), *((lane << 20) + 4096 for lane in range(5))]
 
 
