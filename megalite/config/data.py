@@ -143,6 +143,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
 
 
 def _forms_of_data(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each option that does not fit the form of the data: conversations, texts with gaps, a mix."""
     if data.sft and (data.mock_data or data.fim_data):
         yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
     if data.sft and data.eod_mask_loss:

@@ -15,7 +15,7 @@ from megalite.storage import AnyPath
 
 @dataclass(frozen=True)
 class Resumed:
-    """How a run goes on from a checkpoint.
+    """Position and messages with which a run goes on from a checkpoint.
 
     Attributes:
         consumed_samples: number of samples so far: another one than before, if samples have another length now.

@@ -20,6 +20,7 @@ from tests.extras.alarms import test_alarms
 from tests.extras.chaos import test_chaos
 from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
+from tests.extras.mixes.mixed_run import WHERE, MixedRun, write_files
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
@@ -43,6 +44,15 @@ def test_the_planner_finds_layouts(tmp_path: Path) -> None:
     assert len(seconds) > 1
     assert seconds == sorted(seconds)
     assert all(4 % (each["row"]["TP"] * each["row"]["PP"]) == 0 for each in plans)
+
+
+def test_a_mix_goes_on_as_it_was(tmp_path: Path) -> None:
+    prefixes = write_files(tmp_path, {"web": 200, "code": 90})
+    sources = {name: {"path": prefix} for name, prefix in prefixes.items()}
+    run = MixedRun(tmp_path, sources, [{"weights": {"web": 1, "code": 1}}, {"from": 160, "weights": {"code": 1}}])
+    mix, again = run.open(), run.open()
+    again.resume(WHERE, run.checkpoint(mix), 30, ())
+    assert [again[n].tolist() for n in range(100)] == [mix[n].tolist() for n in range(100)]
 
 
 def test_a_translated_script_gives_flags_of_a_run(tmp_path: Path) -> None:

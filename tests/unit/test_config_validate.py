@@ -19,7 +19,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original
 WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
 TWO_WAYS = (
     "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
-    "--valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data"
+    "--valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with --valid-data-path and "
+    "--test-data-path) and --mock-data"
 )
 WITHOUT_DATA = VALID.replace("--data-path text_document", "")
 
@@ -495,11 +496,18 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--data-path --valid-data-path a", "--valid-data-path and --test-data-path need --train-data-path"),
         (
             "--data-path --per-split-data-args-path a --split 9,1",
-            "--split '9,1' divides --data-path or --data-args-path: leave it out",
+            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: leave it "
+            "out",
         ),
         (
             "--data-path --data-args-path a --split 9",
             "--split '9' leaves nothing to validate on: give a second share, or --eval-iters 0",
+        ),
+        ("--data-mix-schedule a", TWO_WAYS),
+        ("--allow-changed-sources", "--allow-changed-sources needs --data-mix-schedule"),
+        (
+            "--phase-transition-iterations 5",
+            "--phase-transition-iterations needs --data-mix-schedule",
         ),
         ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus -1.0: must be at least 0"),
         (
@@ -1241,7 +1249,7 @@ def test_where_nothing_is_aligned_it_is_told(flags: str, why: str) -> None:
 
 def test_neither_length_nor_data_is_a_problem_each() -> None:
     assert problems("", base=WITHOUT_LENGTH) == ["give the length as --train-iters or as --train-samples"]
-    assert problems("", base=WITHOUT_DATA) == ["there is no data: give --data-path or --mock-data"]
+    assert problems("", base=WITHOUT_DATA) == ["there is no data: give --data-path, --data-mix-schedule or --mock-data"]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ class Apportionment:
         return int(self._due((limit - 1 + self._offsets[source]) / self._weights[source]).sum())
 
     def _round_with(self, sample: int) -> _Round:
+        """Compute the round that has a sample, and keep it. Raises IndexError if the phase has no such sample."""
         if not 0 <= sample < self.capacity:
             raise IndexError(f"sample {sample} of {self.capacity}")
         number = self._number_of(sample)

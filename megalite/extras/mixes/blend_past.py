@@ -1,4 +1,4 @@
-"""What a run with `--data-path` has read of each of its files, from its checkpoint."""
+"""Samples that a run with `--data-path` has read of each of its files, from its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the samples of a source lie: a pure function of the tokens that it has given before, and of past lengths.
+"""Places of the samples of a source: a pure function of the tokens that it has given before, and of past lengths.
 
 A source is read pass after pass. What it has given lies in its passes without a gap: the sample that a pass ends in has
 the first tokens of the next pass, too.

@@ -42,7 +42,7 @@ class MixedPhase:
 
     @property
     def mix(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """What decides which samples are given."""
+        """Weights and limits, which decide the samples that are given."""
         return self.weights, self.max_epochs
 
 

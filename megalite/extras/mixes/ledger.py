@@ -32,7 +32,7 @@ MOST_PROVED = 1_000_000
 
 @dataclass(frozen=True)
 class Consumed:
-    """What a checkpoint says of the samples of its run."""
+    """Record that a checkpoint has of the samples of its run."""
 
     path: AnyPath
     history: History
@@ -69,10 +69,11 @@ def ledger_lines(run: str) -> Iterator[str]:
     yield ""
     if missing:
         yield from (f"not here, or changed, and counted only: {each}" for each in missing)
-    yield _proved(mix, found.until, blends, {*sources})
+    yield proof(mix, found.until, blends, {*sources})
 
 
 def _consumed(run: str) -> Consumed:
+    """Read the newest checkpoint of a run, or the one that is given."""
     from megalite.checkpoint import saved_section
     from megalite.checkpoint.directory import resolve
     from megalite.checkpoint.manifest import read_manifest
@@ -145,7 +146,7 @@ def _table(mix: Mix, until: int) -> Iterator[str]:
     yield from table(("source", "tokens given", "to a blend", "tokens of it", "epochs", "at most"), rows)
 
 
-def _proved(mix: Mix, until: int, blends: dict[str, BlendOrder], here: set[str]) -> str:
+def proof(mix: Mix, until: int, blends: dict[str, BlendOrder], here: set[str]) -> str:
     """Look every sample up, and check that the parts of each source follow one another without a gap or an overlap.
 
     Raises DataError if they do not.

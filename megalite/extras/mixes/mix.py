@@ -70,6 +70,7 @@ class Mix:
         }
 
     def _section(self, number: int) -> Section:
+        """Prepare a phase, and count what its sources have given at its end."""
         phase, end = self.history.phases[number], self.history.end_of(number)
         names = [*phase.weights]
         for name in names:

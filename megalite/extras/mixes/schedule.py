@@ -121,6 +121,7 @@ class _Reader:
         return Schedule(self._path, sources, phases)
 
     def _sources(self, node: yaml.Node) -> dict[str, SourceFiles]:
+        """Return the sources of a mapping or of a list."""
         if isinstance(node, yaml.ScalarNode):
             found: dict[str, list[str]] = {}
             for name, prefix, _ in _lines(str(node.value)):
@@ -145,6 +146,7 @@ class _Reader:
         return SourceFiles(tuple(prefixes), epochs)
 
     def _phases(self, node: yaml.Node, sources: Mapping[str, SourceFiles]) -> Iterator[Phase]:
+        """Yield the phases, each of which begins behind the one before."""
         if not isinstance(node, yaml.SequenceNode) or not node.value:
             raise self._error(node, "phases: expected a list of entries with from and weights")
         before = -1
@@ -170,6 +172,7 @@ class _Reader:
         return first
 
     def _weights(self, node: yaml.Node, sources: Mapping[str, SourceFiles]) -> dict[str, float]:
+        """Return the weights of a mapping or of a list, of sources that there are."""
         if isinstance(node, yaml.ScalarNode):
             found = {name: (text, place) for name, text, place in _lines(str(node.value))}
         else:

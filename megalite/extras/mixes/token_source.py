@@ -42,7 +42,7 @@ class Stream(NamedTuple):
 
 
 class BlendPast(NamedTuple):
-    """What a source has given as a part of a blend (`--data-path`).
+    """Samples that a source has given as a part of a blend (`--data-path`).
 
     Attributes:
         requested: samples that the blend has asked for; None: those of one epoch.
@@ -170,6 +170,7 @@ class TokenSource:
         return {prefix: sorted(numbers) for prefix, numbers in found.items()}
 
     def _make_stream(self, number: int) -> Stream:
+        """Return the order of a pass, computed or from the cache."""
         if self._blend is not None and number == 0:
             order = self._blend.document_index - self._parts[0].start
             return Stream(order, np.cumsum(self._lengths()[order], dtype=np.int64))

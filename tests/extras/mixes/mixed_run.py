@@ -41,7 +41,7 @@ def write_files(folder: Path, tokens: Mapping[str, int], seed: int = 0) -> dict[
 
 @dataclass(frozen=True)
 class MixedRun:
-    """What a run of mixed samples is told. `at` is the folder of its files."""
+    """Options of a run of mixed samples. `at` is the folder of its files."""
 
     at: Path
     sources: Mapping[str, Any]

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megalite.config import DataConfig
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import MegaliteError
 from megalite.extras.mixes import reading
-from tests.extras.mixes.mixed_run import SEED, WHERE, MixedRun, of_blend, samples_of, write_files
+from tests.extras.mixes.mixed_run import SEED, WHERE, WHOLE, MixedRun, of_blend, samples_of, write_files
 
 TOKENS = {"web": 400, "code": 150, "math": 37, "tiny": 3}
 
@@ -140,7 +139,7 @@ def test_a_mix_takes_over_from_a_blend(
 ) -> None:
     """Sources go on behind what the blend has read of them: in its order, if samples are as long as before."""
     data = replace(
-        DataConfig(seq_length=4, tokenizer_type="NullTokenizer", split="1,0,0"),
+        WHOLE,
         data_path=tuple(prefixes.get(each, each) for each in blend),
     )
     tokenizer, wanted, consumed = build_tokenizer(data, 10_000_000), 100 if len(blend) > 1 else 30, 25
@@ -201,6 +200,14 @@ def test_a_source_stops_at_its_epochs(prefixes: dict[str, str], tmp_path: Path) 
     assert len(samples_of(second, range(300))["math"]) == 3 * 37 // 4
 
 
+def test_epochs_count_what_a_blend_has_taken(prefixes: dict[str, str], tmp_path: Path) -> None:
+    """Behind a blend that has read half of math, 1.5 epochs of it are one more."""
+    data = replace(WHOLE, data_path=(prefixes["math"],))
+    mix = run_of(prefixes, tmp_path, (0, {"web": 1, "math": 1}), math=1.5).open()
+    mix.resume(WHERE, of_blend(data, 30), 5, ())
+    assert len(samples_of(mix, range(5, 100))["math"]) == (int(1.5 * 37) - 20) // 4
+
+
 def test_the_order_is_of_the_seed_and_the_content(prefixes: dict[str, str], tmp_path: Path) -> None:
     """Other names, other places and more sources change no order; several files of a source are shuffled together."""
     alone = samples_of(run_of(prefixes, tmp_path, (0, {"web": 1})).open(), range(50))["web"]
@@ -240,7 +247,7 @@ def test_sources_that_are_not_what_they_were(
 
 
 def test_a_changed_source_that_is_allowed_begins_anew(prefixes: dict[str, str], tmp_path: Path) -> None:
-    """What the others have given stays, to the sample, and the changed one is read from its beginning."""
+    """The others go on, to the sample, and the changed one is read from its beginning."""
     run = run_of(prefixes, tmp_path, (0, {"web": 2, "code": 1}))
     first = run.open()
     data = replace(run.data, allow_changed_sources=True)

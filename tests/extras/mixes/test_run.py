@@ -98,7 +98,7 @@ def test_a_mix_is_the_same_on_every_layout(layout: str, prefixes: dict[str, str]
 def test_a_mix_takes_over_from_a_blend_with_longer_samples(
     prefixes: dict[str, str], run: Run, spawn: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """From a blend at 16 tokens to a mix at 32: positions, counts and records go on in tokens."""
+    """A blend at 16 tokens becomes a mix at 32: positions, counts and records go on in tokens."""
     blend = ("--data-path", 2, prefixes["web"], 1, prefixes["code"], "--split", "90,10,0", "--seq-length", 16)
     sizes = (*FLAGS, "--max-position-embeddings", 32, "--save", tmp_path / "run")
     run(*sizes, "--train-iters", 5, data=(*NULL, *blend))
