@@ -91,7 +91,7 @@ def _is_over_samples(name: str) -> bool:
 
 
 def _group(key: str) -> str:
-    return _GROUP_OF.get(key, "Loss" if key.endswith("loss") else "other")
+    return _GROUP_OF.get(key, "Loss" if key.endswith(("loss", "bits_per_byte")) else "other")
 
 
 def losses(points: Mapping[str, float]) -> dict[str, float]:
