@@ -6,7 +6,7 @@ that of the tokens so far in samples of the new length.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -98,22 +98,16 @@ def planned(schedule: Schedule, length: int) -> tuple[MixedPhase, ...]:
 
 
 def joined(past: Sequence[MixedPhase], plan: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
-    """Return the past until a sample, and the plan from where the two differ: what is the same goes on as it was.
+    """Return the past until a sample, and the plan from there on. A phase that stays as it was goes on.
 
     `sample`: number of the next sample, of the plan's length, as are those of past phases that have not `ended`.
     """
-    going_on = [each for each in past if each.until is None]
-    if going_on:
-        begins = sorted({sample, *(each.first for each in (*past, *plan) if each.first > sample)})
-        differing = [at for at in begins if _at(past, at).mix != _at(plan, at).mix]
-        if not differing:
-            return tuple(past)
-        sample = differing[0]
     kept = [each for each in past if each.until is not None or each.first < sample]
-    active, later = replace(_at(plan, sample), first=sample), [each for each in plan if each.first > sample]
-    if going_on and kept and kept[-1].until is None and kept[-1].mix == active.mix:
-        return (*kept, *later)  # the last one goes on for longer
-    return (*kept, active, *later)
+    active = [each for each in plan if each.first <= sample][-1]
+    later = [each for each in plan if each.first > sample]
+    if kept and kept[-1].until is None and kept[-1].mix == active.mix:
+        return (*kept, *later)
+    return (*kept, replace(active, first=sample), *later)
 
 
 def ended(past: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
@@ -121,11 +115,6 @@ def ended(past: Sequence[MixedPhase], sample: int) -> tuple[MixedPhase, ...]:
     begun = [each for each in past if each.until is not None or each.first < sample]
     found = zip(begun, [*(each.first for each in begun[1:]), sample], strict=False)
     return tuple(replace(each, until=end) if each.until is None else each for each, end in found)
-
-
-def _at(phases: Iterable[MixedPhase], sample: int) -> MixedPhase:
-    """Return the phase of a sample, among those that have not ended."""
-    return [each for each in phases if each.until is None and each.first <= sample][-1]
 
 
 def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
