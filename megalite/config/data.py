@@ -37,7 +37,7 @@ class DataConfig(TokenizerFlags):
     allow_changed_sources: bool = False
     """Continue although the files of a source of the mix have changed: that source begins anew."""
     phase_transition_iterations: str | None = None
-    """Steps after which the later phases of data-mix-schedule begin, separated by commas; the file must say the same."""
+    """Steps after which later phases of data-mix-schedule begin, separated by commas; the file must say the same."""
     data_cache_path: str | None = None
     """Directory of the sample indices; unset: `cache` in the directory of the data."""
     sft: bool = False

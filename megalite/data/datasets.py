@@ -210,8 +210,8 @@ def _each_by_itself(part: DatasetSpec, names: Sequence[str], *, is_divided: bool
     names = [printable(name) for name in names or short_names(part.prefixes)]  # records go to other programs
     if len(names) != len(part.prefixes) or len(set(names)) < len(names):
         raise ConfigurationError(
-            f"the validation data have {len(part.prefixes)} prefixes, and the sets of --multiple-validation-sets would be "
-            f"called {', '.join(names)[:200]}: give each a name of its own by --validation-set-names"
+            f"the validation data have {len(part.prefixes)} prefixes, and the sets of --multiple-validation-sets would "
+            f"be called {', '.join(names)[:200]}: give each a name of its own by --validation-set-names"
         )
     singles = (replace(part, prefixes=[prefix], weights=None) for prefix in part.prefixes)
     return dict(zip(names, singles, strict=True))

@@ -17,6 +17,7 @@ from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.mixed import Resumed
 from megalite.data.sampler import Deal, Ranges, equal_deal
 from megalite.data.sources import Sources, told
+from megalite.entry_points import entry_point
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
@@ -183,9 +184,8 @@ class GPTTask(GPTNetworkTask):
     ) -> tuple[str, ...]:
         if self.data.mix is not None:
             return ()
-        from megalite.training.blend_changes import blend_change_notes
-
-        changes = blend_change_notes(path, saved, self.config, self.data, position, remembered)
+        changes: tuple[str, ...] | None
+        changes = entry_point("blend_change_notes")(path, saved, self.config, self.data, position, remembered)
         return order_notes(self.data.train, remembered) if changes is None else changes
 
     # ------------------------------------------------------------------------------------------------ reports

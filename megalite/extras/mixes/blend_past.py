@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from os.path import realpath
 from typing import Any
 
-import numpy as np
-
 from megalite.config import DataConfig, TrainingConfig
 from megalite.data.blend import BlendedDataset
 from megalite.data.dataset_spec import parse_split
@@ -69,7 +67,7 @@ def read_by_blend(
     datasets, read = [blend], [samples]
     if isinstance(blend, BlendedDataset):
         datasets = [*blend.datasets]
-        read = np.bincount(blend.dataset_index[:samples], minlength=len(datasets)).tolist()
+        read = blend.counts(samples)
     found: dict[str, tuple[BlendPast, IndexedDataset]] = {}
     for dataset, count in zip(datasets, read, strict=True):
         assert isinstance(dataset, GPTDataset)

@@ -32,11 +32,9 @@ Seen = Sequence[Sequence[int]]
 
 _SHOWN = 4
 """Sources that have a line."""
-_PIECE = 2**20
-"""Samples that are counted at once, to bound the memory."""
 _ADVICE = (
     "note: to avoid this, keep the flags of the data, or give --data-mix-schedule FILE, which continues each source "
-    "where it is (docs/data.md)"
+    "where it is (docs/mixes.md)"
 )
 
 
@@ -83,7 +81,7 @@ def blend_change_notes(
             return (
                 f"note: {path} was trained with --data-mix-schedule {flags.data_mix_schedule}. These data have another "
                 f"order, of which sample {position:,} is next, so some samples may come again, and others are passed "
-                "over. To avoid this, give the flag again (docs/data.md)",
+                "over. To avoid this, give the flag again (docs/mixes.md)",
             )
         before = _sources(former, data.tokenizer, position, seen)
         after = _sources(config, data.tokenizer, position)
@@ -125,22 +123,13 @@ def _sources(config: RunConfig, tokenizer: Tokenizer, position: int, seen: Seen 
     datasets, given, total = [taken], [position], [samples.train]
     if isinstance(taken, BlendedDataset):
         datasets = list(taken.datasets)
-        given, total = (_counts(taken, end) for end in (position, len(taken)))
+        given, total = (taken.counts(end) for end in (position, len(taken)))
     found = {
         os.path.realpath(dataset.indexed.prefix): _Source(dataset, *counts)
         for dataset, *counts in zip(datasets, given, total, strict=True)
         if isinstance(dataset, GPTDataset)
     }
     return found if len(found) == len(datasets) else None
-
-
-def _counts(blend: BlendedDataset[Any], end: int) -> list[int]:
-    """Return how many of the samples before `end` are of each source."""
-    counts = np.zeros(len(blend.datasets), np.int64)
-    for start in range(0, end, _PIECE):
-        counts += np.bincount(blend.dataset_index[start : min(start + _PIECE, end)], minlength=len(counts))
-    found: list[int] = counts.tolist()
-    return found
 
 
 def _notes(before: Mapping[str, _Source], after: Mapping[str, _Source], seeds: tuple[int, int]) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from megalite.config import RunConfig, parse_arguments, resolve
+from megalite.extras.mixes.blend_changes import blend_change_notes
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
-from megalite.training.blend_changes import blend_change_notes
 from megalite.training.data import RunData, open_data, order_notes, seen_samples
 from tests.harness.token_files import add_document
 
