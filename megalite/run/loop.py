@@ -166,8 +166,8 @@ class TrainingLoop:
             stack.push(self._close_records)
             if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
                 self._ledger = self._open_ledger(trainer.directory)
-            if trainer.loaded.decisions:
-                self.record_decisions(trainer.loaded.decisions)
+            if trainer.loaded.decisions:  # of the first step, so that a start which is made again replaces them
+                self.record_decisions(trainer.loaded.decisions, trainer.iteration + 1)
                 trainer.loaded = replace(trainer.loaded, decisions=())
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
@@ -474,11 +474,10 @@ class TrainingLoop:
             self.display.message(told)
 
     def _open_ledger(self, directory: AnyPath) -> Ledger:
-        """Open the ledger, without the lines of steps that are run again, and of a branch that begins again."""
+        """Open the ledger, without the lines of steps that are run again."""
         from megalite.training.ledger import Ledger  # few runs have one
 
-        begins = any(decision.kind == "branch" for decision in self.trainer.loaded.decisions)
-        ledger = Ledger(directory / LEDGER, self.trainer.iteration - begins)
+        ledger = Ledger(directory / LEDGER, self.trainer.iteration)
         if ledger.note is not None:
             self.display.message(ledger.note)
         return ledger

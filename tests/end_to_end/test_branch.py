@@ -78,7 +78,7 @@ def test_the_recipe_anneals_from_a_step_of_the_plateau(folder: Path) -> None:
     assert "WARNING" not in out
     assert parents(annealed, 7) == [{"run": str(trunk), "step": 4, "samples": 16}]
     (line,) = map(json.loads, (annealed / "ledger.jsonl").read_text().splitlines())
-    assert (line["step"], line["kind"], line["samples"], line["outcome"]) == (4, "branch", [[0, 15]], "trained")
+    assert (line["step"], line["kind"], line["samples"], line["outcome"]) == (5, "branch", [[0, 15]], "trained")
     assert line["why"] == f"a branch of {trunk} from step 4 (16 samples)"
     assert f"annealed: This run is {line['why']}." in (trunk / "report.html").read_text()
     assert parents(trunk, 6) is None

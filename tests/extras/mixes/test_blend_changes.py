@@ -59,7 +59,7 @@ def told(before: RunConfig, after: RunConfig) -> list[str]:
     found = notes(before, after)
     assert found is not None
     assert found[0] == "note: the data or their order have changed, and sources do not go on where they are:"
-    assert found[-1].endswith("give --data-mix-schedule FILE, which continues each source where it is (docs/data.md)")
+    assert found[-1].endswith("give --data-mix-schedule FILE, which continues each source where it is (docs/mixes.md)")
     return [line.removeprefix("note:   ") for line in found[1:-1]]
 
 

@@ -262,3 +262,18 @@ def test_a_changed_source_that_is_allowed_begins_anew(prefixes: dict[str, str], 
     web = samples_of(mix, range(30, 90))["web"]
     assert web == samples_of(alone, range(len(web)))["web"]
     assert mix.after(30)["consumed_tokens/web"] == 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(4))
+def test_so_do_thousands_of_schedules(prefixes: dict[str, str], tmp_path: Path, seed: int) -> None:
+    """The same as above, for two thousand drawn schedules, from seeds instead of a search for small cases."""
+    checked = test_what_a_stop_changes_is_what_comes_after.hypothesis.inner_test  # type: ignore[attr-defined]
+    for trial in range(500):
+        random = np.random.RandomState((seed, trial))
+        course = []
+        for _ in range(random.randint(1, 8)):
+            names = random.choice(sorted(TOKENS), random.randint(1, 5), replace=False)
+            weights = {str(name): float(10 ** random.uniform(-2, 2)) for name in names}
+            course.append((int(random.randint(0, 60)), weights, int(random.choice((1, 2, 3, 5, 8, 24)))))
+        checked(prefixes, tmp_path, course, int(random.randint(1, 50)), int(random.randint(1, 8)))

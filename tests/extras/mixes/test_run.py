@@ -113,7 +113,7 @@ def test_a_mix_takes_over_from_a_blend_with_longer_samples(
     last = found[-1]
     assert sum(value for name, value in last.items() if name.startswith("consumed_tokens/")) == 640
     said = ledger(spawn, tmp_path / "run")
-    assert "step 5: data: takes over from a blend" in said
+    assert "step 6: data: takes over from a blend" in said
     assert "no token of a pass is missing before the next one, or comes twice" in said
     # What cannot be right is refused before the first step, in one line.
     for flags, message in {
