@@ -71,13 +71,9 @@ class Apportionment:
 
         Raises IndexError if the phase has no such sample.
         """
-        for found in self._recent:
-            if 0 <= (place := sample - found.first) < len(found.sources):
-                break
-        else:
-            found = self._round_with(sample)
-            place = sample - found.first
-        return int(found.sources[place]), int(found.numbers[place])
+        found = self._round_with(sample)
+        place = sample - found.first
+        return found.sources.item(place), found.numbers.item(place)
 
     def counts(self, samples: int) -> np.ndarray:
         """Return how many of the first samples are of each source, int64 [sources]."""
@@ -98,7 +94,10 @@ class Apportionment:
         return int(self._due((limit - 1 + self._offsets[source]) / self._weights[source]).sum())
 
     def _round_with(self, sample: int) -> _Round:
-        """Compute the round that has a sample, and keep it. Raises IndexError if the phase has no such sample."""
+        """Return the round that has a sample, and keep it. Raises IndexError if the phase has no such sample."""
+        for kept in self._recent:
+            if 0 <= sample - kept.first < len(kept.sources):
+                return kept
         if not 0 <= sample < self.capacity:
             raise IndexError(f"sample {sample} of {self.capacity}")
         number = self._number_of(sample)
