@@ -115,19 +115,20 @@ class Mix:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample. Raises IndexError if the run, with its present length, has no such sample."""
-        source, parts = self._parts(sample)
-        return source.read(parts)
+        name, parts = self._parts(sample)
+        return self._sources[name].read(parts)
 
     def documents(self, sample: int) -> dict[str, list[int]]:
         """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
-        source, parts = self._parts(sample)
-        return source.documents(parts)
+        name, parts = self._parts(sample)
+        return self._sources[name].documents(parts)
 
-    def _parts(self, sample: int) -> tuple[TokenSource, list[Part]]:
+    def _parts(self, sample: int) -> tuple[str, list[Part]]:
+        """Return the source of a sample, and its parts there."""
         section, place = self._find(sample)
         number, count = section.apportionment.at(place)
         name = section.names[number]
-        return self._sources[name], self.courses[name].parts(section.given.item(number) + count * section.phase.length)
+        return name, self.courses[name].parts(section.given.item(number) + count * section.phase.length)
 
     def source_of(self, sample: int) -> str:
         """Return the name of the source of a sample."""

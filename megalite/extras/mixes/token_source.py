@@ -127,16 +127,21 @@ class TokenSource:
         Raises:
             DataError: a file is damaged.
         """
-        *before, (number, begin, end) = parts
-        wanted = [*before, (number, begin, end + 1)]
-        if end == self._stream(number).ends.item(-1):
-            wanted = [*parts, (number + 1, 0, 1)]
-        found = [piece for part in wanted for piece in self._pieces(*part)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        number, begin, end = parts[-1]
+        stream = self._stream(number)
+        if is_inside := end < stream.ends.item(-1):
+            end += 1
+        last = self._pieces(stream, begin, end)
+        if len(parts) == len(last) == 1 and is_inside:
+            return last[0]
+        found = [piece for number, *part in parts[:-1] for piece in self._pieces(self._stream(number), *part)] + last
+        if not is_inside:
+            found += self._pieces(self._stream(number + 1), 0, 1)
+        return np.concatenate(found)
 
-    def _pieces(self, number: int, begin: int, end: int) -> list[np.ndarray]:
+    def _pieces(self, stream: Stream, begin: int, end: int) -> list[np.ndarray]:
         """Return tokens of a pass, in as many pieces as there are sequences, or in one if there is one file."""
-        order, ends = self._stream(number)
+        order, ends = stream
         first, last = ends.searchsorted((begin + 1, end)).tolist()  # those that end behind the first and the last token
         sequences = order[first : last + 1].tolist()
         start = begin - ends.item(first - 1) if first else begin
