@@ -19,8 +19,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original
 WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
 TWO_WAYS = (
     "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
-    "--valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with --valid-data-path and "
-    "--test-data-path) and --mock-data"
+    "--valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with --valid-data-path "
+    "and --test-data-path) and --mock-data"
 )
 WITHOUT_DATA = VALID.replace("--data-path text_document", "")
 
@@ -496,8 +496,8 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--data-path --valid-data-path a", "--valid-data-path and --test-data-path need --train-data-path"),
         (
             "--data-path --per-split-data-args-path a --split 9,1",
-            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: leave it "
-            "out",
+            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: leave "
+            "it out",
         ),
         (
             "--data-path --data-args-path a --split 9",
