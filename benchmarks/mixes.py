@@ -62,9 +62,7 @@ def compare(folder: Path, sources: int) -> dict[str, float]:
     tokenizer, samples = build_tokenizer(plain, VOCABULARY), (ROUNDS + 1) * TURN
     path = tuple(word for weight, prefix in zip(weights, prefixes, strict=True) for word in (str(weight), prefix))
     of_blend = DataConfig(seq_length=LENGTH, tokenizer_type="NullTokenizer", split="1,0,0", data_path=path)
-    of_mix = DataConfig(
-        seq_length=LENGTH, tokenizer_type="NullTokenizer", split="1,0,0", data_mix_schedule=str(mixed)
-    )
+    of_mix = DataConfig(seq_length=LENGTH, tokenizer_type="NullTokenizer", split="1,0,0", data_mix_schedule=str(mixed))
     figures, opened = dict[str, float](), dict[str, Any]()
     for name, start in {
         "blend, first start": lambda: build_token_datasets(of_blend, Samples(samples, 0, 0), 1, tokenizer),

@@ -496,8 +496,8 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--data-path --valid-data-path a", "--valid-data-path and --test-data-path need --train-data-path"),
         (
             "--data-path --per-split-data-args-path a --split 9,1",
-            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: leave "
-            "it out",
+            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: "
+            "leave it out",
         ),
         (
             "--data-path --data-args-path a --split 9",
