@@ -30,6 +30,7 @@ _ENTRY_POINTS = {
     "text_sampler": "megalite.extras.post_training.text_sampler:TextSampler",
     "scheduled_mix": "megalite.extras.mixes.from_flags:ScheduledMix",
     "blend_change_notes": "megalite.extras.mixes.blend_changes:blend_change_notes",
+    "unit_notes": "megalite.extras.mixes.units:unit_notes",
     "ledger_lines": "megalite.extras.mixes.ledger:ledger_lines",
     "mixed_prefixes": "megalite.extras.mixes.schedule:mixed_prefixes",
     "replan": "megalite.extras.planner.replan:replan",

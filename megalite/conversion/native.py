@@ -14,8 +14,7 @@ from megalite.checkpoint import Contents, Plan, TrainingState
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
-from megalite.checkpoint.merging import MEAN
+from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Source, widest
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig

@@ -19,11 +19,13 @@ class Resumed:
 
     Attributes:
         consumed_samples: number of samples so far: another one than before, if samples have another length now.
+        former_length: tokens that a sample had before; None: as many as now.
         notes: messages for the person who starts the run.
         why: the change of the data in words, for the ledger; None if they are as before.
     """
 
     consumed_samples: int
+    former_length: int | None = None
     notes: tuple[str, ...] = ()
     why: str | None = None
 
@@ -48,6 +50,9 @@ class MixedSamples(Sources, Protocol):
 
     def notes(self, end: int) -> tuple[str, ...]:
         """Return notes on the samples before `end`. Raises DataError if there are not as many."""
+
+    def fingerprint(self) -> str:
+        """Return a checksum of what decides the samples, which all ranks must have in common."""
 
     def saved(self) -> dict[str, Any]:
         """Return the section of a checkpoint's configuration from which `resume` continues."""

@@ -15,7 +15,7 @@ from megalite import checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.entry_points import entry_point
-from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.launch import connect_ranks, disconnect, locate, run_watchdog
 from megalite.lifecycle.startup import Startup
@@ -163,6 +163,11 @@ class Run:
                 return
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
             self.how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
+            if self.trainer is None and resume_point.branches:
+                raise ConfigurationError(
+                    f"--branch-from {config.checkpoint.branch_from}: the run would end at step {self.last}, which "
+                    f"{path} has reached: give more by --train-iters or --train-samples"
+                )
             if self.trainer is not None and self.trainer.parents:
                 parents = in_words(self.trainer.parents)
                 self.how = f"new, {parents}" if resume_point.branches else f"{self.how}; {parents}"

@@ -15,9 +15,10 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.data.mixed import Resumed
-from megalite.data.sampler import Deal, Ranges, equal_deal
+from megalite.data.sampler import Deal, Ranges, equal_deal, sample_at
 from megalite.data.sources import Sources, told
 from megalite.entry_points import entry_point
+from megalite.errors import ConfigurationError, DataError
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
@@ -84,7 +85,8 @@ class GPTTask(GPTNetworkTask):
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
-        self._begun = 0, 0  # consumed samples and steps with which this run goes on
+        # Samples, steps and samples left out with which this run goes on.
+        self._begun: tuple[int, int, Ranges] = 0, 0, ()
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks = super().make_chunks(mesh, stages)
@@ -168,11 +170,19 @@ class GPTTask(GPTNetworkTask):
     def resume_data(
         self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
     ) -> Resumed:
-        if self.data.mix is None:
+        if (mix := self.data.mix) is None:
+            if "data_mix" in saved:
+                raise ConfigurationError(
+                    f"{path} is of a run with --data-mix-schedule, whose sources would not go on where they are: "
+                    "give a schedule, also for a single phase, or begin with other data by --finetune"
+                )
             return super().resume_data(path, saved, consumed_samples, left_out, iteration)
-        resumed = self.data.mix.resume(path, saved, consumed_samples, left_out)
-        self._begun = resumed.consumed_samples, iteration
-        return resumed
+        resumed = mix.resume(path, saved, consumed_samples, left_out)
+        self._begun = resumed.consumed_samples, iteration, left_out
+        if resumed.former_length in (None, self.config.data.seq_length):
+            return resumed
+        notes = entry_point("unit_notes")(saved, self.config, resumed.former_length)
+        return replace(resumed, notes=(*resumed.notes, *notes))
 
     def remember(self, consumed_samples: int) -> list[tuple[int, int]]:
         if self.data.mix is not None:
@@ -200,11 +210,16 @@ class GPTTask(GPTNetworkTask):
 
     def _mix_notes(self) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""
-        if self.data.mix is None:
+        if (mix := self.data.mix) is None:
             return ()
-        training, (consumed, steps) = self.config.training, self._begun
+        if len(set(collectives.all_gather_json(mix.fingerprint(), self.mesh))) > 1:
+            raise DataError(
+                f"--data-mix-schedule {self.config.data.data_mix_schedule}: the ranks do not read the same file, or "
+                "its sources are others on some: each node must see the same schedule and the same files"
+            )
+        training, (consumed, steps, left_out) = self.config.training, self._begun
         left = ((training.train_iters or 0) - steps) * self.batch_size.final
-        return self.data.mix.notes(training.train_samples or consumed + left)
+        return mix.notes(sample_at((training.train_samples or consumed + left) - 1, left_out) + 1)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PARENTS = "parents"
 """Section of a checkpoint's configuration that has them."""
+_MOST = 100
+"""Most parents of a run."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,15 @@ def parents_of(path: AnyPath, saved: Mapping[str, Any]) -> tuple[Parent, ...]:
     Raises CheckpointError if they are damaged.
     """
     found: Any = saved.get(PARENTS, {}).get("runs", [])
-    wanted = {"run": str, "step": int, "samples": int}
-    if isinstance(found, list) and all(
-        isinstance(each, dict) and {name: type(value) for name, value in each.items()} == wanted for each in found
-    ):
+    if isinstance(found, list) and len(found) <= _MOST and all(map(_is_parent, found)):
         return tuple(Parent(**each) for each in found)
     raise CheckpointError(f"{path}: {PARENTS} are not runs, each with step and samples: resume from another checkpoint")
+
+
+def _is_parent(found: object) -> bool:
+    if not isinstance(found, dict) or found.keys() != {"run", "step", "samples"} or not isinstance(found["run"], str):
+        return False
+    return all(type(found[name]) is int and found[name] >= 0 for name in ("step", "samples"))
 
 
 def saved_parents(parents: Sequence[Parent]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from megalite.checkpoint import Manifest, TrainingState, saved_section
 from megalite.checkpoint.compatibility import NOT_THE_FUNCTION
 from megalite.checkpoint.manifest import STATE, dtype_name
-from megalite.checkpoint.merging import MERGED
 from megalite.config import OptimizerConfig, TrainingConfig
 from megalite.config.run import TaskConfig, section_types
 from megalite.config.tokenizer import TokenizerFlags
@@ -52,7 +51,7 @@ _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
 _SECTIONS_OF_STATE = (
     *("alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
-    *(PARENTS, MERGED),
+    *(PARENTS, "merged"),
 )
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megalite.commands.merge_checkpoints import command
+from megalite.extras.averages.commands.merge_checkpoints import command
 
 if __name__ == "__main__":
     command()

@@ -72,17 +72,11 @@ def blend_change_notes(
         None if the flags are the same, or if it cannot be told: the data are no token files, or the former ones are no
         longer as they were.
     """
-    with suppress(MegaliteError):  # the note on samples that are others remains
+    with suppress(MegaliteError, ValueError):  # a note never ends a run: that on samples that are others remains
         flags, training = saved_section(path, saved, DataConfig), saved_section(path, saved, TrainingConfig)
         former = replace(config, data=flags, training=training)
         if _decides(former) == _decides(config):
             return None
-        if flags.data_mix_schedule is not None and config.data.data_mix_schedule is None:
-            return (
-                f"note: {path} was trained with --data-mix-schedule {flags.data_mix_schedule}. These data have another "
-                f"order, of which sample {position:,} is next, so some samples may come again, and others are passed "
-                "over. To avoid this, give the flag again (docs/mixes.md)",
-            )
         before = _sources(former, data.tokenizer, position, seen)
         after = _sources(config, data.tokenizer, position)
         if before is None or after is None:

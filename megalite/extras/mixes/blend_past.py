@@ -13,7 +13,8 @@ from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers import Tokenizer
-from megalite.errors import ConfigurationError, DataError
+from megalite.errors import CheckpointError, ConfigurationError, DataError
+from megalite.extras.mixes.schedule import MOST
 from megalite.extras.mixes.token_source import BlendPast
 from megalite.storage import AnyPath
 
@@ -25,6 +26,19 @@ def training_share(data: DataConfig) -> Share:
     """Return the share of each file that is trained on."""
     found = parse_split(data.split)[0] if data.divided else None
     return (0.0, 1.0) if found is None else found
+
+
+def former_length(path: AnyPath, saved: Mapping[str, Any], length: int) -> int:
+    """Return the tokens that a sample had in the run of a checkpoint; `length` if its data were no tokens.
+
+    Raises CheckpointError if its configuration is damaged.
+    """
+    from megalite.checkpoint import saved_section  # imports torch, and data are opened before
+
+    found = saved_section(path, saved, DataConfig).seq_length if "data" in saved else length
+    if not 0 < found < MOST:
+        raise CheckpointError(f"{path} has samples of {found} tokens: it is damaged; resume from another checkpoint")
+    return found
 
 
 def require_share(path: AnyPath, former: Share, share: Share) -> None:
@@ -63,6 +77,8 @@ def read_by_blend(
     if training.seed != seed:
         raise ConfigurationError(f"--seed {seed}: the blend of {path} was shuffled with {training.seed}: give the same")
     asked_for = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
+    if not asked_for:
+        raise CheckpointError(f"{path} does not say how many samples its blend has: resume from another checkpoint")
     blend = build_token_datasets(data, Samples(asked_for, 0, 0), seed, tokenizer).train
     datasets, read = [blend], [samples]
     if isinstance(blend, BlendedDataset):

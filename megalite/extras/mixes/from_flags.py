@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from os.path import abspath
 from os.path import realpath as _real
 from typing import Any
 
@@ -17,8 +21,8 @@ from megalite.data.sampler import Ranges, sample_at
 from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
-from megalite.errors import ConfigurationError, DataError
-from megalite.extras.mixes.blend_past import read_by_blend, require_share, training_share
+from megalite.errors import CheckpointError, ConfigurationError, DataError
+from megalite.extras.mixes.blend_past import former_length, read_by_blend, require_share, training_share
 from megalite.extras.mixes.history import (
     SECTION,
     History,
@@ -127,6 +131,14 @@ class ScheduledMix:
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
+    def fingerprint(self) -> str:
+        """Return a checksum of what decides the samples, wherever their files are."""
+        history = self.mix.history
+        files = {name: (known.identity, known.tokens, known.blend) for name, known in history.sources.items()}
+        phases = [asdict(phase) for phase in history.phases]
+        decides = json.dumps([phases, files, history.seed, history.share], sort_keys=True)
+        return hashlib.sha256(decides.encode()).hexdigest()
+
     def saved(self) -> dict[str, Any]:
         """Return the section of a checkpoint's configuration that has the history."""
         return {SECTION: self.mix.history.saved()}
@@ -144,35 +156,34 @@ class ScheduledMix:
             ConfigurationError, DataError: the run cannot go on with these flags or sources.
             CheckpointError: the history cannot be read.
         """
-        length = self._data.seq_length
-        former = int(saved.get("data", {}).get("seq_length", length))
+        length, former = self._data.seq_length, former_length(path, saved, self._data.seq_length)
         number, notes = sample_at(consumed_samples - 1, left_out) + 1, []
         following = number if former == length else -(-number * former // length)
         if former != length:
-            if left_out and left_out[-1][1] >= number:
+            if left_out:
                 raise ConfigurationError(
-                    f"--seq-length {length}: {path} leaves out samples {left_out[-1][0]} to {left_out[-1][1]} of "
-                    f"{former} tokens, which are still to come: continue with --seq-length {former} until they have "
-                    "passed"
+                    f"--seq-length {length}: the run of {path} has left out samples of {former} tokens "
+                    "(--spiky-loss-policy rewind), by numbers which other samples do not have: keep --seq-length "
+                    f"{former}"
                 )
-            consumed_samples = following
             notes.append(
                 f"samples have {length:,} tokens from here on, and had {former:,}: the next one is number "
                 f"{following:,} now, and was {number:,}"
             )
         past = read_history(path, saved)
         if past is None:
+            so_far: tuple[MixedPhase, ...] = ()
             begins, records = self._after_blend(path, saved, number)
-            phases = joined((), self._plan, following)
         else:
-            begins, records, former_phases = self._after_mix(path, past)
-            phases = former_phases if former == length else ended(former_phases, number)
-            phases = joined(phases, self._plan, following)
+            begins, records, so_far = self._after_mix(path, past)
+            _require_open(path, so_far, former, number)
+        phases = joined(so_far if former == length else ended(so_far, number), self._plan, following)
         self._set(History(phases, records, self._seed, self._share))
-        new = [each for each in phases if past is None or (each.until is None and each not in past.phases)]
+        new = [each for each in phases if each.until is None and each not in so_far]
         why = f"{begins}sample {new[0].first:,} is the first of a phase: {in_words(new[0])}" if new else begins or None
         notes += [] if why is None else [why]
-        return Resumed(consumed_samples, tuple(f"note: data mix: {note}" for note in notes), why)
+        consumed = consumed_samples if former == length else following
+        return Resumed(consumed, former, tuple(f"note: data mix: {note}" for note in notes), why)
 
     def _after_mix(self, path: AnyPath, past: History) -> tuple[str, dict[str, SourceRecord], tuple[MixedPhase, ...]]:
         """Return what is new in words, the sources, and the phases so far, behind samples of a mix."""
@@ -183,7 +194,7 @@ class ScheduledMix:
             )
         require_share(path, past.share, self._share)
         changed = self._changed(past.sources)
-        names = {former: f"{former}{MARK}{past.sources[former].identity[:8]}" for former in changed.values()}
+        names = {former: _mark(former, past.sources) for former in changed.values()}
         records = {names.get(name, name): record for name, record in past.sources.items()}
         for name, record in self._records.items():
             # A source that only a blend has read so far is named by its path.
@@ -200,16 +211,19 @@ class ScheduledMix:
         changed = {}
         present = [(name, known) for name, known in sources.items() if MARK not in name]
         former = {_real(prefix): name for name, known in present for prefix in known.prefixes}
+        same = {(known.identity, known.tokens): name for name, known in present}
         for name, record in self._records.items():
             paths = [_real(prefix) for prefix in record.prefixes]
             other = next((former[path] for path in paths if path in former), name)
+            if name not in sources and other == name:
+                other = same.get((record.identity, record.tokens), name)
             if other not in (name, paths[0]):
                 raise DataError(
                     f"--data-mix-schedule {self.schedule.path}: files of {name} were the source {other} before: keep "
                     "its name and its files, or samples would be repeated"
                 )
             known = sources.get(other)
-            if known is None or known.identity == record.identity:
+            if known is None or (known.identity, known.tokens) == (record.identity, record.tokens):
                 continue
             if not self._data.allow_changed_sources:
                 raise DataError(
@@ -243,13 +257,26 @@ class ScheduledMix:
         return f"{begins}; ", records
 
     def _set(self, history: History) -> None:
-        pasts = {name: history.sources[name].blend for name in self._sources}
-        blends = {name: self._sources[name].after_blend(past) for name, past in pasts.items() if past is not None}
-        self.mix = Mix(history, self._sources, blends)
+        left = {name: source.follow(history.sources[name].blend) for name, source in self._sources.items()}
+        self.mix = Mix(history, self._sources, {name: each for name, each in left.items() if each is not None})
+
+
+def _require_open(path: AnyPath, phases: Sequence[MixedPhase], length: int, number: int) -> None:
+    """Raise CheckpointError unless phases that have not ended have samples of a length, and the sample `number`."""
+    going_on = [each for each in phases if each.until is None]
+    if not going_on or going_on[0].first > number or any(each.length != length for each in going_on):
+        raise CheckpointError(f"{path}: its {SECTION} does not go with its samples: resume from another checkpoint")
+
+
+def _mark(name: str, sources: Mapping[str, SourceRecord]) -> str:
+    """Return a name of its own for a source whose files have changed."""
+    marked = f"{name}{MARK}{sources[name].identity[:8]}"
+    numbered = (f"{marked}.{number}" for number in itertools.count(2))
+    return marked if marked not in sources else next(each for each in numbered if each not in sources)
 
 
 def _record(source: TokenSource) -> SourceRecord:
-    return SourceRecord(tuple(source.prefixes), source.tokens, source.identity())
+    return SourceRecord(tuple(map(abspath, source.prefixes)), source.tokens, source.identity())
 
 
 def _renamed(phase: MixedPhase, names: Mapping[str, str]) -> MixedPhase:

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megalite.config.run import fits
-from megalite.errors import CheckpointError
-from megalite.extras.mixes.schedule import Schedule
+from megalite.errors import CheckpointError, DataError
+from megalite.extras.mixes.schedule import MOST, Schedule, require_shares
 from megalite.extras.mixes.token_source import BlendPast
 from megalite.storage import AnyPath
 
@@ -128,14 +128,13 @@ def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
         phases = tuple(MixedPhase(**each) for each in found["phases"])
         sources = {name: _record(each) for name, each in found["sources"].items()}
         seed, share = found["seed"], tuple(found["share"])
-        if not (
-            phases
-            and fits(seed, int)
-            and fits(share, tuple[float, float])
-            and all(_is_valid(each, sources) for each in phases)
-        ):
-            raise ValueError("a phase is not valid")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if not (fits(seed, int) and len(share) == 2 and all(fits(each, float) for each in share)):
+            raise ValueError("its seed or its share is not valid")
+        if not phases:
+            raise ValueError("it has no phase")
+        for phase, following in zip(phases, (*phases[1:], None), strict=True):
+            _check_phase(phase, following, sources)
+    except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise CheckpointError(
             f"{path}: its {SECTION} cannot be read ({error}): it was damaged, or written by another version; resume "
             "from another checkpoint"
@@ -146,21 +145,35 @@ def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
 def _record(found: Mapping[str, Any]) -> SourceRecord:
     record = SourceRecord(**{**found, "prefixes": tuple(found["prefixes"]), "blend": None})
     past = found["blend"]
-    if not (fits(record.prefixes, tuple[str, ...]) and fits(record.tokens, int) and record.tokens > 0):
+    is_known = record.prefixes and fits(record.prefixes, tuple[str, ...]) and fits(record.identity, str)
+    if not is_known or not _is_number(record.tokens, 1):
         raise ValueError("a source is not valid")
     if past is None:
         return record
-    if not (fits(past, tuple[int | None, int, int]) or (len(past) == 3 and past[0] is None)):
+    requested, consumed, length = past
+    if not ((requested is None or _is_number(requested, 1)) and _is_number(consumed, 0) and _is_number(length, 1)):
         raise ValueError("what a source gave to a blend is not valid")
-    return replace(record, blend=BlendPast(*past))
+    return replace(record, blend=BlendPast(requested, consumed, length))
 
 
-def _is_valid(phase: MixedPhase, sources: Mapping[str, SourceRecord]) -> bool:
-    numbers = (phase.first, phase.until, phase.length)
-    return (
-        all(each is None or (type(each) is int and each >= 0) for each in numbers)
-        and phase.length > 0
-        and bool(phase.weights)
-        and phase.weights.keys() <= sources.keys()
-        and all(fits(each, float) and each > 0 for each in (*phase.weights.values(), *phase.max_epochs.values()))
-    )
+def _check_phase(phase: MixedPhase, following: MixedPhase | None, sources: Mapping[str, SourceRecord]) -> None:
+    """Raise ValueError or DataError if a phase is not one that a schedule gives, or if it ends before it begins."""
+    if not (_is_number(phase.first, 0) and _is_number(phase.length, 1)):
+        raise ValueError("a phase does not begin at a number of samples")
+    if phase.until is not None and not _is_number(phase.until, phase.first):
+        raise ValueError("a phase ends before it begins")
+    if phase.until is None and following is not None and not _goes_on(phase, following):
+        raise ValueError("a phase does not end where the next one begins")
+    if not phase.weights or not phase.weights.keys() <= sources.keys():
+        raise ValueError("a phase has other sources")
+    if not all(fits(each, float) and each > 0 for each in (*phase.weights.values(), *phase.max_epochs.values())):
+        raise ValueError("a weight or a limit is not positive")
+    require_shares(phase.weights)
+
+
+def _goes_on(phase: MixedPhase, following: MixedPhase) -> bool:
+    return following.until is None and following.length == phase.length and phase.first < following.first
+
+
+def _is_number(value: object, least: int) -> bool:
+    return type(value) is int and least <= value < MOST

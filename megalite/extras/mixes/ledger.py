@@ -55,8 +55,8 @@ def ledger_lines(run: str) -> Iterator[str]:
     sources, missing = _opened(found)
     blends = {}
     for name, source in sources.items():
-        if (past := found.history.sources[name].blend) is not None:
-            blends[name] = source.after_blend(past)
+        if (left := source.follow(found.history.sources[name].blend)) is not None:
+            blends[name] = left
     mix = Mix(found.history, sources, blends)
     length = found.history.phases[-1].length
     yield f"{found.path}: {found.samples:,} samples of {length:,} tokens, {found.samples * length:,} tokens"
@@ -67,8 +67,7 @@ def ledger_lines(run: str) -> Iterator[str]:
     yield ""
     yield from _table(mix, found.until)
     yield ""
-    if missing:
-        yield from (f"not here, or changed, and counted only: {each}" for each in missing)
+    yield from (f"files that are not here, or have changed: {each}" for each in missing)
     yield proof(mix, found.until, blends, {*sources})
 
 
@@ -152,6 +151,7 @@ def proof(mix: Mix, until: int, blends: dict[str, BlendOrder], here: set[str]) -
     Raises DataError if they do not.
     """
     parts: dict[str, list[Part]] = {}
+    passed_over: set[str] = set()
     total = 0
     for section in mix.sections:
         phase = section.phase
@@ -166,13 +166,19 @@ def proof(mix: Mix, until: int, blends: dict[str, BlendOrder], here: set[str]) -
                     f"sample {phase.first + place} is number {number} of its source, after {numbers[source]}"
                 )
             numbers[source] += 1
-            name, total = section.names[source], total + 1
-            given = int(section.given[source]) + number * phase.length
-            if name in here or mix.history.sources[name].blend is None:
-                parts.setdefault(name, []).extend(mix.courses[name].parts(given))
+            name = section.names[source]
+            if name not in here and mix.history.sources[name].blend is not None:
+                passed_over.add(name)  # the files are needed for the order that the blend has left
+                continue
+            given, total = int(section.given[source]) + number * phase.length, total + 1
+            parts.setdefault(name, []).extend(mix.courses[name].parts(given))
     for name, each in parts.items():
         _require_each_once(name, each, mix.history.sources[name], blends.get(name))
-    return f"each of {total:,} samples was looked up: no token of a pass is missing before the next one, or comes twice"
+    others = f", but for those of {', '.join(sorted(passed_over))}" if passed_over else ""
+    return (
+        f"each of {total:,} samples was looked up{others}: no token of a pass is missing before the next one, or comes "
+        "twice"
+    )
 
 
 def _require_each_once(name: str, parts: Sequence[Part], record: SourceRecord, blend: BlendOrder | None) -> None:

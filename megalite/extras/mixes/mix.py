@@ -109,12 +109,16 @@ class Mix:
     # ------------------------------------------------------------------------------------------------ samples
 
     def __len__(self) -> int:
-        """Return the number of samples; a large one if they have no end."""
-        last = self.sections[-1]
-        return min(NO_LIMIT, last.phase.first + last.apportionment.capacity)
+        """Return a number that no run reaches: `notes` and lookups tell where samples end."""
+        return NO_LIMIT
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """Return the tokens of a sample. Raises IndexError if the run, with its present length, has no such sample."""
+        """Return the tokens of a sample.
+
+        Raises:
+            IndexError: it is one of former samples, of another length.
+            DataError: all sources have reached their limits before.
+        """
         name, parts = self._parts(sample)
         return self._sources[name].read(parts)
 
@@ -126,6 +130,8 @@ class Mix:
     def _parts(self, sample: int) -> tuple[str, list[Part]]:
         """Return the source of a sample, and its parts there."""
         section, place = self._find(sample)
+        if place >= section.apportionment.capacity:
+            self.require(sample)
         number, count = section.apportionment.at(place)
         name = section.names[number]
         return name, self.courses[name].parts(section.given.item(number) + count * section.phase.length)
@@ -140,6 +146,12 @@ class Mix:
         if sample < section.phase.first:
             raise IndexError(f"sample {sample} is before {section.phase.first}, the first one of this length")
         return section, sample - section.phase.first
+
+    def require(self, sample: int) -> None:
+        """Raise DataError if all sources reach their limits before a sample."""
+        last = self.sections[-1]
+        if sample - last.phase.first >= last.apportionment.capacity:
+            raise DataError(_ends(len(self.sections) - 1, last.phase, last.apportionment.capacity))
 
     # ------------------------------------------------------------------------------------------------ figures
 
@@ -180,9 +192,7 @@ class Mix:
 
         Raises DataError if no source has samples left before.
         """
-        last = self.sections[-1]
-        if last.apportionment.capacity < end - last.phase.first:
-            raise DataError(_ends(len(self.sections) - 1, last.phase, last.apportionment.capacity))
+        self.require(end - 1)
         for number, section in enumerate(self.sections):
             if section.phase.until is not None:
                 continue

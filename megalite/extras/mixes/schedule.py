@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from megalite.small_files import MIB, read_small_file, reason, shown
 
 _LARGEST = 16 * MIB
 """Largest size of a schedule or a list in bytes: some hundred thousand paths."""
+MOST = 2**62
+"""More samples or tokens than any run has."""
 _LEAST = 1e-12
 """Least share of a source in a phase."""
 _COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?)", re.IGNORECASE)
@@ -97,9 +100,16 @@ def tokens_of(text: str) -> int:
         raise ValueError(f"{shown(text)} is no number of tokens: write 2000000, 2_000_000, 2e6 or 2M (K, M, B, T)")
     number, unit = found[1].replace("_", ""), _UNITS[found[2].upper()]
     value = int(number) * unit if number.isdigit() else round(float(number) * unit)
-    if value >= 2**62:
+    if value >= MOST:
         raise ValueError(f"{text} tokens are more than any run has")
     return value
+
+
+def require_shares(weights: Mapping[str, float]) -> None:
+    """Raise DataError if a source has too small a share of positive weights."""
+    least, total = min(weights, key=lambda name: weights[name]), sum(weights.values())
+    if not weights[least] >= _LEAST * total < math.inf:
+        raise DataError(f"the weight of {least} is less than {_LEAST:g} of all: leave it out, or give it more")
 
 
 class _Reader:
@@ -185,19 +195,18 @@ class _Reader:
             weights[name] = _positive(text, f"{place}: the weight of {name}", "leave a source out that gives nothing")
         if not weights:
             raise self._error(node, "a phase needs at least one source with a weight")
-        least, total = min(weights, key=lambda name: weights[name]), sum(weights.values())
-        if not weights[least] >= _LEAST * total < math.inf:
-            raise self._error(
-                node, f"the weight of {least} is less than {_LEAST:g} of all: leave it out, or give it more"
-            )
+        try:
+            require_shares(weights)
+        except DataError as error:
+            raise self._error(node, str(error)) from error
         return weights
 
     def _check_prefixes(self, sources: Mapping[str, SourceFiles]) -> None:
         seen: dict[str, str] = {}
         for name, source in sources.items():
             for prefix in source.prefixes:
-                other = seen.setdefault(str(Path(prefix)), name)
-                if other != name or source.prefixes.count(prefix) > 1:
+                other = seen.setdefault(realpath(prefix), name)
+                if other != name or [*map(realpath, source.prefixes)].count(realpath(prefix)) > 1:
                     raise DataError(
                         f"--data-mix-schedule {self._path}: {prefix} is in {other} and {name}: its samples would be "
                         "repeated; name it once"

@@ -109,11 +109,16 @@ class TokenSource:
                 found.update(json.dumps([path.stat().st_size, sums]).encode())
         return found.hexdigest()[:32]
 
-    def after_blend(self, past: BlendPast) -> BlendOrder:
-        """Take the source over from a blend. Returns what the blend's order has left."""
-        dataset = GPTDataset(self.files[0], self._parts[0], past.requested, past.length, self._seed, self._cache)
-        self._blend = dataset
+    def follow(self, past: BlendPast | None) -> BlendOrder | None:
+        """Take the source over from a blend, if it was part of one. Returns what the blend's order has left."""
+        self._blend = None
         self._stream.cache_clear()
+        if past is None:
+            return None
+        dataset = GPTDataset(self.files[0], self._parts[0], past.requested, past.length, self._seed, self._cache)
+        if past.consumed > len(dataset):
+            raise DataError(f"the blend has taken {past.consumed} samples of {self.name}, which has {len(dataset)}")
+        self._blend = dataset
         return BlendOrder(
             order=dataset.shuffle_index[past.consumed :],
             length=past.length,

@@ -183,13 +183,3 @@ def test_what_cannot_be_told_is_left_to_the_samples_seen(files: dict[str, Path],
     assert again(after := config_of(blend(files, web=1)), {**saved, "data": {}}) is None
     mock = {**saved["data"], "data_path": [], "mock_data": True, "split": "969, 30, 1"}
     assert again(after, {**saved, "data": mock}) is None
-
-
-def test_a_mix_that_is_given_up_is_told(files: dict[str, Path]) -> None:
-    after = config_of(blend(files, code=1, web=3))
-    saved = json.loads(json.dumps(asdict(after)))
-    saved["data"] |= {"data_path": [], "data_mix_schedule": "mix.yaml"}
-    found = blend_change_notes(Path("run/iter_0000030"), saved, after, open_data(after), PLACE, ())
-    assert found is not None
-    assert found[0].startswith("note: run/iter_0000030 was trained with --data-mix-schedule mix.yaml. These data have")
-    assert "sample 120 is next" in found[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.data.datasets import Samples, build_token_datasets
+from megalite.data.sampler import equal_deal
 from megalite.data.tokenizers import build_tokenizer
-from megalite.errors import MegaliteError
+from megalite.errors import ConfigurationError, DataError, MegaliteError
 from megalite.extras.mixes import reading
 from tests.extras.mixes.mixed_run import SEED, WHERE, WHOLE, MixedRun, of_blend, samples_of, write_files
 
@@ -277,3 +279,113 @@ def test_so_do_thousands_of_schedules(prefixes: dict[str, str], tmp_path: Path, 
             weights = {str(name): float(10 ** random.uniform(-2, 2)) for name in names}
             course.append((int(random.randint(0, 60)), weights, int(random.choice((1, 2, 3, 5, 8, 24)))))
         checked(prefixes, tmp_path, course, int(random.randint(1, 50)), int(random.randint(1, 8)))
+
+
+HOSTILE: dict[str, tuple[tuple[str | int, ...], object]] = {
+    "weights that overflow": (("phases", 0, "weights"), {"web": 1e308, "code": 1e308}),
+    "a weight of nothing": (("phases", 0, "weights"), {"web": 1e-320, "code": 1}),
+    "no weights": (("phases", 0, "weights"), {}),
+    "a source that is not there": (("phases", 0, "weights"), {"nowhere": 1}),
+    "a phase that is to come": (("phases", 0, "first"), 50),
+    "a phase of another length": (("phases", 0, "length"), 2),
+    "a phase that ends before it begins": (("phases", 0, "until"), -1),
+    "a length of nothing": (("phases", 0, "length"), 0),
+    "no phases": (("phases",), []),
+    "a source without files": (("sources", "web", "prefixes"), []),
+    "a checksum that is a number": (("sources", "web", "identity"), 5),
+    "tokens that are text": (("sources", "web", "tokens"), "many"),
+    "a blend without length": (("sources", "web", "blend"), [None, 1, 0]),
+    "a blend of fewer than nothing": (("sources", "web", "blend"), [10, -5, 4]),
+    "more than a blend has": (("sources", "web", "blend"), [10, 10**6, 4]),
+    "a blend without end": (("sources", "web", "blend"), [10**15, 1, 4]),
+    "a share of three": (("share",), [0.0, 0.5, 1.0]),
+    "a seed of text": (("seed",), "5"),
+    "another version": (("version",), 99),
+    "another length of samples": (("data", "seq_length"), 0),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_history_that_is_damaged_is_one_error(prefixes: dict[str, str], tmp_path: Path, what: str) -> None:
+    run = run_of(prefixes, tmp_path, (0, {"web": 1, "code": 1}))
+    saved = run.checkpoint(run.open())
+    (*path, last), value = HOSTILE[what]
+    place: Any = saved if path[:1] == ["data"] else saved["data_mix"]
+    for key in path:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(MegaliteError) as caught:
+        run.open().resume(WHERE, saved, 40, ())
+    assert "\n" not in str(caught.value)
+
+
+def test_samples_that_end_do_not_begin_again(prefixes: dict[str, str], tmp_path: Path) -> None:
+    """With samples left out, a mix that is limited gives no sample twice: it ends."""
+    mix = run_of(prefixes, tmp_path, (0, {"math": 1}), math=1).open()
+    deal = replace(equal_deal(0, 1, 9), left_out=[(0, 2)])
+    wanted = [sample for each in deal.samples(0, 1, mix) for sample in each]
+    assert wanted == [*range(3, 12)]
+    assert [mix[number].tolist() for number in wanted[:6]]
+    with pytest.raises(
+        DataError, match="in phase 1, all sources have reached max_epochs at token 36: raise max_epochs"
+    ):
+        mix[9]
+    assert mix.after(6, [(0, 2)]) == {"consumed_tokens/math": 24.0}
+
+
+def test_another_length_is_refused_where_samples_are_left_out(prefixes: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(prefixes, tmp_path, (0, {"web": 1}))
+    other = run_of(prefixes, tmp_path, (0, {"web": 1}), length=8)
+    with pytest.raises(ConfigurationError, match="keep --seq-length 4"):
+        other.open().resume(WHERE, run.checkpoint(run.open()), 40, [(0, 39)])
+
+
+def test_a_mix_can_be_continued_again_from_elsewhere(prefixes: dict[str, str], tmp_path: Path) -> None:
+    """What one checkpoint says leaves no trace when another one is loaded in its place."""
+    run = run_of(prefixes, tmp_path, (0, {"web": 1, "code": 1}))
+    mix, plain = run.open(), run.open()
+    mix.resume(WHERE, of_blend(replace(WHOLE, data_path=(prefixes["code"],)), 30), 20, ())
+    saved = run.checkpoint(plain)
+    mix.resume(WHERE, saved, 20, ())
+    plain.resume(WHERE, saved, 20, ())
+    assert [mix[number].tolist() for number in range(20, 60)] == [plain[number].tolist() for number in range(20, 60)]
+
+
+def test_files_that_change_back_are_other_ones_each_time(prefixes: dict[str, str], tmp_path: Path) -> None:
+    """Each past has a name of its own, and the notes say where the new phase begins."""
+    run = run_of(prefixes, tmp_path, (0, {"web": 1}))
+    data = replace(run.data, allow_changed_sources=True)
+    saved, consumed = run.checkpoint(run.open()), 0
+    for other in ("code", "web", "code"):
+        consumed += 10
+        changed = replace(run, data=data, sources={"web": {"path": prefixes[other]}})
+        mix = changed.open()
+        why = mix.resume(WHERE, saved, consumed, ()).why
+        assert why == (
+            f"changed files of web are read from their beginning; sample {consumed} is the first of a phase: web 100 %"
+        )
+        saved = changed.checkpoint(mix)
+    assert len(mix.mix.history.sources) == 4
+    assert [phase.first for phase in mix.mix.history.phases] == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_one_file_under_two_names_is_refused(prefixes: dict[str, str], tmp_path: Path, link: bool) -> None:
+    other = f"{Path(prefixes['web']).parent}/../{Path(prefixes['web']).parent.name}/web_text_document"
+    if link:
+        other = str(tmp_path / "linked")
+        Path(other).symlink_to(prefixes["web"])
+    run = MixedRun(tmp_path, {"a": {"path": prefixes["web"]}, "b": {"path": other}}, [{"weights": {"a": 1, "b": 1}}])
+    with pytest.raises(DataError, match="is in a and b: its samples would be repeated"):
+        run.open()
+
+
+def test_files_that_are_moved_and_renamed_are_known(prefixes: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(prefixes, tmp_path, (0, {"web": 1}))
+    for suffix in (".bin", ".idx", ".megalite.json"):
+        shutil.copy(f"{prefixes['web']}{suffix}", tmp_path / f"moved{suffix}")
+    moved = {"path": str(tmp_path / "moved")}
+    saved = run.checkpoint(run.open())
+    replace(run, sources={"web": moved}).open().resume(WHERE, saved, 5, ())
+    with pytest.raises(DataError, match="files of pages were the source web before"):
+        MixedRun(tmp_path, {"pages": moved}, [{"weights": {"pages": 1}}]).open().resume(WHERE, saved, 5, ())

@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import yaml
 
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.errors import DataError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.tasks.gpt_task import GPTTask
+from megalite.training.data import open_data
 from tests.end_to_end.runs import GPT2, NO_DROPOUT, ROOT, Run, metrics, words
 from tests.extras.mixes.mixed_run import write_files
 from tests.harness.job import Job
+from tests.harness.rank_pool import RankPools
 
 NULL = words("--tokenizer-type NullTokenizer --vocab-size 3000 --no-report")
 FLAGS = (*GPT2, *NO_DROPOUT, "--fp64", "--lr-decay-style", "constant")
@@ -120,9 +128,49 @@ def test_a_mix_takes_over_from_a_blend_with_longer_samples(
         ("--split", "80,20,0"): "was trained on the part from 0 to 0.9 of each file",
         ("--seed", 7): "--seed 7: the sources of",
     }.items():
-        refused = run(*mixed, "--train-iters", 12, *flags, data=(*NULL, "--data-mix-schedule", path), expected=None)
-        assert refused.codes[0] in (64, 65, 93)
+        refused = run(*mixed, "--train-iters", 12, *flags, data=(*NULL, "--data-mix-schedule", path), expected=93)
         assert message in refused.stderr
+    left = run(*mixed, "--train-iters", 12, data=(*NULL, *blend[:-2]), expected=93)
+    assert "is of a run with --data-mix-schedule" in left.stderr
+
+
+def test_numbers_of_samples_that_mean_something_else_are_told(
+    prefixes: dict[str, str], run: Run, tmp_path: Path
+) -> None:
+    """With longer samples and the same batch, steps have more tokens, and warm-up counts longer samples."""
+    path = schedule(tmp_path, prefixes, (0, {"web": 1, "code": 1}))
+    flags = (*FLAGS, "--max-position-embeddings", 32, "--save", tmp_path / "run", "--lr-warmup-samples", 8)
+    run(*flags, "--train-samples", 16, data=(*NULL, "--data-mix-schedule", path))
+    longer = (*flags, "--train-samples", 24, "--seq-length", 32, "--resume", "auto")
+    said = " ".join(run(*longer, data=(*NULL, "--data-mix-schedule", path)).stdout.split())
+    assert "--train-samples, --lr-warmup-samples count samples of 32 tokens now, not of 16" in said
+    assert "a step has 128 tokens now, and had 64" in said
+    assert "--global-batch-size 2 would keep it" in said
+
+
+def open_schedule(folder: Path, prefixes: dict[str, str]) -> str:
+    """Open a schedule whose weights are others on the second rank. Returns the error that this rank gets."""
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
+    path = folder / f"mix{mesh.rank}.yaml"
+    weights = {"web": 1 + mesh.rank, "code": 1}
+    sources = {name: {"path": prefix} for name, prefix in prefixes.items()}
+    path.write_text(yaml.safe_dump({"sources": sources, "phases": [{"weights": weights}]}))
+    flags = [*NULL, *FLAGS, "--train-iters", "2", "--data-mix-schedule", str(path)]
+    config = resolve(parse_arguments([str(flag) for flag in flags]).config, mesh.world_size)
+    task = GPTTask(config, open_data(config), mesh)
+    try:
+        task.notes()
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_read_other_schedules_are_refused(
+    prefixes: dict[str, str], rank_pools: RankPools, tmp_path: Path
+) -> None:
+    """A path may lead to another file on each node: all ranks say so, and none trains."""
+    found = rank_pools(2).run(open_schedule, tmp_path, prefixes)
+    assert all("the ranks do not read the same file" in each for each in found)
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import MASTER, MODEL, OPTIMIZER, REPLICA, STATE, dtype_name
+from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, REPLICA, STATE, dtype_name
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Kind
 from megalite.errors import CheckpointError
 from megalite.optim.learning_rate import SHAPES
-from megalite.optim.weight_mean import EMA
 from megalite.parallel.sharding import Box
 
 MERGED = "merged"
 """Section of an averaged checkpoint's configuration that says of what it is the average."""
-MEAN = f"{OPTIMIZER}{EMA}/"
-"""Prefix of the mean of a weight that a run has kept."""
 
 
 def uniform(count: int) -> list[float]:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megalite.checkpoint.merging import exponential, of_decay, rounded, uniform
+from megalite.extras.averages.averages import exponential, of_decay, rounded, uniform
 from megalite.optim.learning_rate import SHAPES
 
 

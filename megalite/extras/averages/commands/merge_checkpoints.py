@@ -65,7 +65,7 @@ def main() -> None:
     for load in arguments.load:
         require_checkpoint(load)
     from megalite.checkpoint.file_writer import cut_evenly, write_checkpoint
-    from megalite.checkpoint.merging import MERGED, WeightedSum, check_alike
+    from megalite.extras.averages.averages import MERGED, WeightedSum, check_alike
     from megalite.process.progress import show_progress
     from megalite.storage import place_of
 
@@ -163,7 +163,7 @@ def weights_of(arguments: Arguments, readers: Sequence[CheckpointReader]) -> lis
 
     Raises ConfigurationError if the method goes by the order of the checkpoints, and their steps do not increase.
     """
-    from megalite.checkpoint.merging import exponential, of_decay, uniform
+    from megalite.extras.averages.averages import exponential, of_decay, uniform
 
     count = len(readers)
     if arguments.weights:
