@@ -107,8 +107,10 @@ def with_rotary_of(saved: ModelConfig, model: ModelConfig) -> tuple[ModelConfig,
         return saved, ""
     other = replace(saved, **{name: getattr(model, name) for name in _OF_ROTARY})  # type: ignore[arg-type]
     theirs, ours = function_of(saved), function_of(other)
-    shown = ((name, *("unset" if each[name] is None else each[name] for each in (theirs, ours))) for name in _OF_ROTARY)
-    return other, ", ".join(f"{name} {then} -> {now}" for name, then, now in shown if then != now)
+    different = [
+        name for name in _OF_ROTARY if theirs[name] != ours[name] and getattr(saved, name) != getattr(other, name)
+    ]
+    return other, ", ".join(f"{name} {getattr(saved, name)} -> {getattr(other, name)}" for name in different)
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
