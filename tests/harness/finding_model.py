@@ -82,22 +82,24 @@ def weights() -> dict[str, Tensor]:
     }
 
 
-def write_finding_model(run: Path, sees: int | None = None, *, planted: bool = True) -> Path:
+def write_finding_model(
+    run: Path, sees: int | None = None, *, planted: bool = True, dtype: torch.dtype = torch.float32
+) -> Path:
     """Write a run directory with the model, or with random weights, on bytes.
 
     `sees`: number of tokens that each one attends to in layer 1; None: all.
     """
     window = {} if sees is None else {"window_size": f"{sees - 1},0", "window_attn_skip_freq": "[0,1]"}
     model = replace(MODEL, **window)  # type: ignore[arg-type]
-    network = GPT(model, ParallelMesh(), dtype=torch.float32)
+    network = GPT(model, ParallelMesh(), dtype=dtype)
     initialize(network, 0)
     if planted:
         made = weights()
         for parameter, piece in named_pieces(network):
             value = made.get(piece.tensor.name, torch.zeros(piece.tensor.shape))
             piece.view(parameter.detach()).copy_(value)
-    optimizer = make_optimizer([network], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32))
+    optimizer = make_optimizer([network], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(dtype))
     config = {"model": asdict(model), "data": {"tokenizer_type": "ByteTokenizer", "seq_length": 64}}
-    config["training"] = {"micro_batch_size": 1}
+    config["training"] = {"micro_batch_size": 1, "fp64": dtype == torch.float64}
     Saver(run, optimizer, Plan.alone(optimizer), state=False).save(TrainingState(1, 1, 1), config)
     return run
