@@ -38,9 +38,11 @@ NOT_THE_FUNCTION = {
 
 _CHOOSING = "dsa_indexer_topk_freq"
 _NOT_OF_INDEXERS = {*NOT_THE_FUNCTION, "dsa_indexer_skip_topk_offset"}
-_OF_ROTARY = ("position_embedding_type", "rotary_base", "window_rotary_base", "rotary_seq_len_interpolation_factor")
-_OF_ROTARY += ("use_rope_scaling", "rotary_scaling_factor", "mscale", "mscale_all_dim")
-_OF_ROTARY += tuple(f.name for f in fields(ModelConfig) if f.name.startswith(("rope_scaling_", "yarn_")))
+_OF_ROTARY = [
+    *("position_embedding_type", "rotary_base", "window_rotary_base", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *(f.name for f in fields(ModelConfig) if f.name.startswith(("rope_scaling_", "yarn_"))),
+]
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
@@ -105,7 +107,7 @@ def with_rotary_of(saved: ModelConfig, model: ModelConfig) -> tuple[ModelConfig,
     """
     if {saved.position_embedding_type, model.position_embedding_type} - {"rope", "yarn"}:
         return saved, ""
-    other = replace(saved, **{name: getattr(model, name) for name in _OF_ROTARY})  # type: ignore[arg-type]
+    other = replace(saved, **{name: getattr(model, name) for name in _OF_ROTARY})
     theirs, ours = function_of(saved), function_of(other)
     different = [
         name for name in _OF_ROTARY if theirs[name] != ours[name] and getattr(saved, name) != getattr(other, name)

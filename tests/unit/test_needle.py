@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError
+from megalite.inference import needle
 from megalite.inference.needle import Haystack, generated_haystack, needle_window, read_haystack
+from megalite.inference.scoring import Score, Window
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.distributed.layout_expected import one_thread
 from tests.harness.finding_model import write_finding_model
@@ -63,6 +66,24 @@ def test_samples_are_a_function_of_the_seed() -> None:
     other = sample(400, 0.5, seed=4)
     assert (other["name"], other["number"]) != (first["name"], first["number"])
     assert other["before"] != first["before"]
+
+
+def test_each_trial_has_a_text_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bytes] = []
+
+    def score(network: object, windows: Sequence[Window], size: int) -> list[Score]:
+        given.extend(window.tokens.tobytes() for window in windows)
+        return [Score(-1.0 * number, greedy=number > 0) for number in range(len(windows))]
+
+    monkeypatch.setattr(needle, "score_windows", score)
+    network: Any = None
+    for _ in range(2):
+        haystack = generated_haystack(400, 5, BYTES)
+        found = needle.find_needles(network, BYTES, haystack, (300, 400), (0.5, 1.0), 3, 5, 1, lambda samples: None)
+    assert len(set(given)) == 12
+    assert given[:12] == given[12:]
+    results = [(each.found, each.log_probability) for each in found]
+    assert results == [(2 / 3, -1.0), (1.0, -4.0)] * 2
 
 
 def test_a_text_of_ones_own_is_repeated_where_it_is_short(tmp_path: Path) -> None:
