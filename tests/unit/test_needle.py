@@ -19,8 +19,12 @@ from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference import needle
+from megalite.inference.generation import generate
+from megalite.inference.loading import load_network, open_model
 from megalite.inference.needle import Haystack, generated_haystack, needle_window, read_haystack
-from megalite.inference.scoring import Score, Window
+from megalite.inference.sampling import Sampling
+from megalite.inference.scoring import Score, Window, score_windows
+from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.distributed.layout_expected import one_thread
 from tests.harness.finding_model import write_finding_model
@@ -149,6 +153,21 @@ def test_a_model_that_sees_the_end_of_the_text_finds_what_is_there(tmp_path: Pat
     run = write_finding_model(tmp_path / "run", sees=350)
     evaluated(run, *FLAGS, "--output", tmp_path / "o.json")
     assert shares(tmp_path / "o.json") == [(*cell, float(cell not in [(600, 0.0), (600, 0.4)])) for cell in CELLS]
+
+
+@one_thread()
+def test_a_number_is_found_exactly_if_greedy_generation_writes_it(tmp_path: Path) -> None:
+    network = load_network(open_model(write_finding_model(tmp_path / "run", sees=350)), ParallelMesh())
+    haystack = generated_haystack(600, 0, BYTES)
+    windows = [needle_window(BYTES, haystack, 600, depth, random.Random(0)) for depth in (0.0, 1.0)]
+    prompts = [window.tokens[: -window.counted].tolist() for window in windows]
+    most, greedy = len(" 1234567"), Sampling(temperature=0.0)
+    written: list[list[object]] = [[], []]
+    for row, event in generate(network, prompts, batch_size=2, max_new_tokens=most, ends=(), sampling=greedy):
+        written[row].append(event)
+    numbers = [window.tokens[-window.counted :].tolist() for window in windows]
+    same = [events[:most] == number for events, number in zip(written, numbers, strict=True)]
+    assert same == [score.greedy for score in score_windows(network, windows, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(
