@@ -15,7 +15,8 @@ _OF_SAVE = """save_interval save_retain_interval save_optim async_save tolerated
     resume"""
 _OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling resize_vocabulary"
 _STEP = re.compile(r"\d{1,15}|latest")
-_OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler"
+_OF_EITHER = """exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler
+    allow_changed_rotary"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,9 @@ class CheckpointConfig:
     resize_vocabulary: bool = False
     """Let the model of a Hugging Face folder grow if its tokenizer has more tokens: each new row of the embedding and
     of the output layer begins as the mean of the others."""
+    allow_changed_rotary: bool = False
+    """Continue although the rotary embeddings have another base or scaling than in the checkpoint, as they need for
+    longer samples (position-embedding-type yarn)."""
     use_checkpoint_opt_param_scheduler: bool = False
     """Keep the schedules of the learning rate and the weight decay of the checkpoint, if there is one, whatever the
     flags say."""

@@ -49,8 +49,8 @@ class GPTNetworkTask(Task):
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()
     """Division of samples among context-parallel ranks."""
-    finetune_notes: tuple[str, ...] = ()
-    """Notes on depths and indexers that a checkpoint has and this run lacks, or the reverse."""
+    network_notes: tuple[str, ...] = ()
+    """Notes on differences between the network and that of a checkpoint: rotary embeddings, depths, indexers."""
 
     def stages(self) -> Stages:
         return builder.make_stages(self.config)
@@ -116,9 +116,14 @@ class GPTNetworkTask(Task):
     def _check_function(self, what: str, saved: ModelConfig) -> None:
         """Raise CheckpointError if a network computes another function.
 
-        With --finetune, its depths may differ, which of its layers have an indexer, and how many keys these choose.
+        With --allow-changed-rotary, the base and the scaling of its rotary embeddings may differ. With --finetune, its
+        depths may differ, which of its layers have an indexer, and how many keys these choose.
         """
-        model, self.finetune_notes = self.model, ()
+        model, self.network_notes = self.model, ()
+        if self.config.checkpoint.allow_changed_rotary:
+            saved, changes = checkpoint.with_rotary_of(saved, model)
+            if changes:
+                self.network_notes += (f"note: other rotary embeddings than in {what}: {changes}",)
         if self.config.checkpoint.finetune:
             anew, left_out = (sum(each.endswith(".indexer.query") for each in names) for names in self._replaced(saved))
             if checkpoint.indexers_agree(saved, model):
@@ -126,7 +131,7 @@ class GPTNetworkTask(Task):
                     self._note(what, "indexers", left_out, anew)
                 then, now = saved.dsa_indexer_topk, model.dsa_indexer_topk
                 if then and now and then != now:
-                    self.finetune_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
+                    self.network_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
                 saved, model = without_indexers(saved), without_indexers(model)
             if not checkpoint.same_depths(saved, model):
                 self._note(what, "depths of multi-token prediction", saved.depths, model.depths)
@@ -146,7 +151,7 @@ class GPTNetworkTask(Task):
             )
         fates = {f"leaves out its {kind} ({left_out})": left_out, f"begins those of this run anew ({anew})": anew}
         said = " and ".join(words for words, count in fates.items() if count)
-        self.finetune_notes += (f"note: {what} has other {parts}: --finetune {said}",)
+        self.network_notes += (f"note: {what} has other {parts}: --finetune {said}",)
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)

@@ -206,7 +206,7 @@ class GPTTask(GPTNetworkTask):
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.finetune_notes, *self._mix_notes())
+        return (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes())
 
     def _mix_notes(self) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""

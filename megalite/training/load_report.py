@@ -112,9 +112,17 @@ def load_notes(
 
 
 def rate_change(
-    path: AnyPath, saved: Mapping[str, Any], here: LearningRateSchedule, consumed_samples: int, hidden_size: int
+    path: AnyPath,
+    saved: Mapping[str, Any],
+    here: LearningRateSchedule,
+    consumed_samples: int,
+    saved_samples: int,
+    hidden_size: int,
 ) -> tuple[str, ...]:
-    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`."""
+    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`.
+
+    `consumed_samples` counts samples of this run, `saved_samples` those of that one, which may have another length.
+    """
     with suppress(CheckpointError):  # the rest of the checkpoint is good without these sections
         training = saved_section(path, saved, TrainingConfig)
         optimizer, batch_size = saved_section(path, saved, OptimizerConfig), training.global_batch_size
@@ -122,8 +130,8 @@ def rate_change(
             return ()
         rates = rate_schedules(optimizer, training, hidden_size=hidden_size, global_batch_size=batch_size)
         there, rate = rates.learning_rate, here.at(consumed_samples)
-        if not math.isclose(there.at(consumed_samples), rate, rel_tol=0.01):
-            last = there.at(max(consumed_samples - batch_size, 0))
+        if not math.isclose(there.at(saved_samples), rate, rel_tol=0.01):
+            last = there.at(max(saved_samples - batch_size, 0))
             return (f"note: learning rate {last:.3g} -> {rate:.3g}: the schedule differs from that of the last step",)
     return ()
 

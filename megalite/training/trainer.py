@@ -445,7 +445,7 @@ class Trainer:
                 decisions = (*decisions, data_decision(self.consumed_samples, resumed.why))
             if self.alarms is not None:
                 self.alarms.restore(described.config)
-            notes += self._optimizer_notes(path, described.config)
+            notes += self._optimizer_notes(path, described.config, state.consumed_samples)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             if path.parent == self.directory:
@@ -463,12 +463,15 @@ class Trainer:
             self.consumed_samples, self.left_out = resumed.consumed_samples, ()
         return resumed
 
-    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any], samples: int) -> tuple[str, ...]:
+        """Return notes on what the optimizer continues with otherwise.
+
+        `saved` and `samples` are the configuration of `path`, and the number of samples that it has consumed.
+        """
         if ONLY in saved.get(FACTORS, {}):  # the run that saved it had a rate that its configuration does not say
             return ()
         here, width = self.rates.learning_rate, self.task.hidden_size
-        return rate_change(path, saved, here, self.consumed_samples, width)
+        return rate_change(path, saved, here, self.consumed_samples, samples, width)
 
     def load_model(self, opened: OpenedModel) -> None:
         """Start from the weights of a model that another program has written.

@@ -44,6 +44,7 @@ def problems(flags: str) -> list[str]:
         ("--no-load-optim --save s", "--no-load-optim needs --load"),
         ("--load-casts --save s", "--load-casts needs --load or --resume auto"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load or --resume auto"),
+        ("--allow-changed-rotary", "--allow-changed-rotary needs --load or --resume auto"),
         ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --resume auto"),
         ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: --save and --load must be"),
         (
