@@ -170,6 +170,7 @@ class GPTTask(GPTNetworkTask):
     def resume_data(
         self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
     ) -> Resumed:
+        """Continue with the mix of the data, if there is one; see `Task.resume_data`."""
         if (mix := self.data.mix) is None:
             if "data_mix" in saved:
                 raise ConfigurationError(

@@ -143,6 +143,7 @@ def read_history(path: AnyPath, saved: Mapping[str, Any]) -> History | None:
 
 
 def _record(found: Mapping[str, Any]) -> SourceRecord:
+    """Return the record of a source. Raises ValueError if it is not valid."""
     record = SourceRecord(**{**found, "prefixes": tuple(found["prefixes"]), "blend": None})
     past = found["blend"]
     is_known = record.prefixes and fits(record.prefixes, tuple[str, ...]) and fits(record.identity, str)

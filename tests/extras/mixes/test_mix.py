@@ -320,7 +320,7 @@ def test_a_history_that_is_damaged_is_one_error(prefixes: dict[str, str], tmp_pa
 
 
 def test_samples_that_end_do_not_begin_again(prefixes: dict[str, str], tmp_path: Path) -> None:
-    """With samples left out, a mix that is limited gives no sample twice: it ends."""
+    """A mix that is limited gives no sample twice where some are left out: it ends."""
     mix = run_of(prefixes, tmp_path, (0, {"math": 1}), math=1).open()
     deal = replace(equal_deal(0, 1, 9), left_out=[(0, 2)])
     wanted = [sample for each in deal.samples(0, 1, mix) for sample in each]
@@ -341,7 +341,7 @@ def test_another_length_is_refused_where_samples_are_left_out(prefixes: dict[str
 
 
 def test_a_mix_can_be_continued_again_from_elsewhere(prefixes: dict[str, str], tmp_path: Path) -> None:
-    """What one checkpoint says leaves no trace when another one is loaded in its place."""
+    """A checkpoint leaves no trace when another one is loaded in its place."""
     run = run_of(prefixes, tmp_path, (0, {"web": 1, "code": 1}))
     mix, plain = run.open(), run.open()
     mix.resume(WHERE, of_blend(replace(WHOLE, data_path=(prefixes["code"],)), 30), 20, ())

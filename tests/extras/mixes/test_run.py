@@ -137,7 +137,7 @@ def test_a_mix_takes_over_from_a_blend_with_longer_samples(
 def test_numbers_of_samples_that_mean_something_else_are_told(
     prefixes: dict[str, str], run: Run, tmp_path: Path
 ) -> None:
-    """With longer samples and the same batch, steps have more tokens, and warm-up counts longer samples."""
+    """Longer samples in the same batch make longer steps, and warm-up counts longer samples."""
     path = schedule(tmp_path, prefixes, (0, {"web": 1, "code": 1}))
     flags = (*FLAGS, "--max-position-embeddings", 32, "--save", tmp_path / "run", "--lr-warmup-samples", 8)
     run(*flags, "--train-samples", 16, data=(*NULL, "--data-mix-schedule", path))
