@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.near_checkpoints import require_load
+from megalite.config.near_checkpoints import require_checkpoint, require_load
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.single_rank import take_single_rank
@@ -56,6 +56,8 @@ def main(*, hybrid: bool = False) -> int:
     startup = Startup(place)
     config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
+    if config.distillation.distill_from is not None:
+        require_checkpoint(config.distillation.distill_from, "--distill-from")
     place.require_servers(ranks - config.synchronization.workers(ranks))
     if starts_warm:
         return int(entry_point("run_warm")(config, place))
@@ -63,9 +65,11 @@ def main(*, hybrid: bool = False) -> int:
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()
 
-    from megalite.training.data import open_data
+    from megalite.training.data import open_data, vocab_size
 
     data = open_data(config, place.local_rank)
+    if config.distillation.distill_from is not None:
+        entry_point("check_teacher")(config, vocab_size(data.tokenizer, config.model))
 
     from megalite.parallel.device import local_device
     from megalite.run.run import Run

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, tokenizer_problems
+from megalite.config.distillation import distillation_problems
 from megalite.config.fields import changed, needs, range_problems
 from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
@@ -96,6 +97,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _positions(config),
         relation_problems(model),
         prediction_problems(config),
+        distillation_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),

@@ -22,9 +22,12 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
 from megalite.model.prediction import further_terms
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks import summary
@@ -84,14 +87,21 @@ class GPTTask(GPTNetworkTask):
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
+        self._teacher: Any = None
         self._begun = 0, 0  # consumed samples and steps with which this run goes on
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-        chunks = super().make_chunks(mesh, stages)
+        chunks, settings = super().make_chunks(mesh, stages), self.config.distillation
+        terms = (LM_LOSS,) if settings.distill_from is None else entry_point("distilled_terms")(settings)
         if self.sources is not None:
-            for chunk in chunks:
-                chunk.main_terms = (LM_LOSS, loss_by_source(self.sources.names))
+            terms = (*terms, loss_by_source(self.sources.names))
+        for chunk in chunks:
+            chunk.main_terms = terms
         return chunks
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        if self.config.distillation.distill_from is not None:
+            self._teacher = entry_point("teacher")(self.config, self.chunks, engine, optimizer, schedules)
 
     # ------------------------------------------------------------------------------------------------ the data
 
@@ -146,6 +156,8 @@ class GPTTask(GPTNetworkTask):
 
     def begin_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> Sequence[MicroBatch]:
         folder = self.config.training.moe_record_routing
+        if self._teacher is not None:
+            micro_batches = self._teacher.compared(micro_batches)
         if folder is None:
             return micro_batches
         if self._recorder is None:
@@ -192,11 +204,16 @@ class GPTTask(GPTNetworkTask):
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
         mix = {} if self.data.mix is None else {"data mix": self.data.mix.description(self._begun[0])}
-        return {**summary.summary(trainer, self), **mix}
+        found = {**summary.summary(trainer, self), **mix}
+        if self._teacher is not None:
+            found["teacher"], taken = self._teacher.summary(trainer.num_micro_batches(self.batch_size.final))
+            self.counted_memory = (self.counted_memory or 0) + taken
+        return found
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.finetune_notes, *self._mix_notes())
+        teacher = () if self._teacher is None else self._teacher.notes
+        return (*self._dispatcher_notes, *experts, *self.finetune_notes, *self._mix_notes(), *teacher)
 
     def _mix_notes(self) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""
