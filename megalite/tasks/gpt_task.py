@@ -175,15 +175,19 @@ class GPTTask(GPTNetworkTask):
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         mix = {} if self.data.mix is None else self.data.mix.saved()
-        return asdict(replace(self.config, model=self.model)) | mix
+        teacher = {} if self._teacher is None else self._teacher.saved()
+        return asdict(replace(self.config, model=self.model)) | mix | teacher
 
     def resume_data(
         self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
     ) -> Resumed:
         if self.data.mix is None:
-            return super().resume_data(path, saved, consumed_samples, left_out, iteration)
-        resumed = self.data.mix.resume(path, saved, consumed_samples, left_out)
-        self._begun = resumed.consumed_samples, iteration
+            resumed = super().resume_data(path, saved, consumed_samples, left_out, iteration)
+        else:
+            resumed = self.data.mix.resume(path, saved, consumed_samples, left_out)
+            self._begun = resumed.consumed_samples, iteration
+        if self._teacher is not None:
+            resumed = replace(resumed, notes=(*resumed.notes, *self._teacher.change_notes(path, saved)))
         return resumed
 
     def remember(self, consumed_samples: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,11 +35,13 @@ from megalite.parallel.stage import LossTerm, StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.process.output import in_words
-from megalite.storage import open_directory
+from megalite.storage import AnyPath, open_directory
 from megalite.tasks.memory import storages_by_kind
 from megalite.training.builder import count_parameters, model_dtype
 
 DISTILL_LOSS = "distill_loss"
+TEACHER = "teacher"
+"""Name of the section of a checkpoint."""
 
 
 def distilled_terms(settings: DistillationConfig) -> tuple[LossTerm, ...]:
@@ -112,7 +115,7 @@ class Teacher:
         runs = [self._keep(chunk) if is_last else chunk for chunk, is_last in pairs]
         self._engine = PipelineEngine(runs, own.stages, own.rank, own.links, own.device)
         self._hidden: list[Tensor] = []
-        self.notes = opened.notes
+        self.notes, self._what = opened.notes, opened.what
 
     def _keep(self, chunk: GPT) -> Stage[MicroBatch]:
         """Return the last stage, whose hidden states are kept."""
@@ -159,6 +162,17 @@ class Teacher:
             top_k=settings.distill_top_k,
             cap=cap,
         )
+
+    def saved(self) -> dict[str, Any]:
+        """Return the section of a checkpoint that says which teacher the run has."""
+        return {TEACHER: {"weights": self._what}}
+
+    def change_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return a note if a checkpoint, with this configuration, is of a run with another teacher, or with none."""
+        before = saved.get(TEACHER, {}).get("weights")
+        if before == self._what:
+            return ()
+        return (f"note: the teacher is now {self._what}; until {path} it was {before or 'none'}",)
 
     def summary(self, micro_batches: int) -> tuple[str, int]:
         """Return a line about the teacher, and the bytes that it takes on this rank. Called by all ranks together.

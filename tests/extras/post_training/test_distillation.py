@@ -13,11 +13,12 @@ from torch import Tensor
 from megalite.config.distillation import DistillationConfig
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.distillation import DISTILL_LOSS, check_teacher
+from megalite.extras.post_training.export import export_weights
 from tests.distributed import layout_cell
 from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
 from tests.distributed.layout_expected import assemble, on_ranks, one_thread
 from tests.distributed.layout_run import SEED
-from tests.distributed.post_training_run import exported
+from tests.distributed.post_training_run import Policy, exported
 from tests.extras.post_training.distillation_run import configuration, distilled_steps
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
@@ -113,9 +114,7 @@ def test_a_step_with_a_teacher_has_the_oracles_gradients(
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
         ranks = [
             result
-            for (result,) in on_ranks(
-                rank_pools, cell.world_size, distilled_steps, [cell], folders[student], settings
-            )
+            for (result,) in on_ranks(rank_pools, cell.world_size, distilled_steps, [cell], folders[student], settings)
         ]
         found = assemble(rank.gradients for rank in ranks)
         assert found.keys() == gradients.keys()
@@ -137,7 +136,8 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
     if wrong == "tokens":
         size, message = 32, "the teacher has 29 tokens, and the network that is trained has 32"
     elif wrong == "positions":
-        exported(Cell("gpt2", vocabulary="odd"), tmp_path / "gpt2")
+        policy = Policy.of(Cell("gpt2", vocabulary="odd"))
+        export_weights(policy.chunks, policy.optimizer, tmp_path / "gpt2")
         config = configuration(replace(STUDENTS[0], sequence=48), tmp_path / "gpt2", WHOLE)
         message = "positions, which are fewer than --seq-length 48"
     else:
