@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, tokenizer_problems
-from megalite.config.distillation import distillation_problems
 from megalite.config.fields import changed, needs, range_problems
 from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
@@ -24,6 +23,7 @@ from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_distillation import distillation_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
 from megalite.config.validate_evaluation import validation_problems
 from megalite.config.validate_experts import expert_run_problems

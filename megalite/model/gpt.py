@@ -202,6 +202,7 @@ class GPT(StageModule):
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
+        found: TermSums
         if (term := micro_batch.logit_loss) is not None:
             losses, values = self.head(hidden, labels.t(), further=term) * mask.t()
             found = {LM_LOSS.name: losses.sum(), term.name: values.sum()}

@@ -45,7 +45,7 @@ def test_runs_with_a_teacher_agree_and_continue(teacher: Path, run: Run, tmp_pat
     assert_same_checkpoint(parts / "iter_0000004", whole / "iter_0000004")
     assert metrics(parts) == metrics(whole)
     assert [line["distill_loss"] > 0 for line in records(whole)] == [True] * 4
-    (evaluation,) = [line for line in metrics(whole) if "validation_loss" in line]
+    (evaluation,) = [line for line in metrics(whole) if "valid_loss" in line]
     assert "distill_loss" not in evaluation
     run(*flags, split, "--train-iters", 4, *words(LAYOUTS["tp2"]), data=MOCK, world_size=2)
     assert_agree(split, whole)
