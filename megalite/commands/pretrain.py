@@ -56,20 +56,20 @@ def main(*, hybrid: bool = False) -> int:
     startup = Startup(place)
     config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
-    if config.distillation.distill_from is not None:
-        require_checkpoint(config.distillation.distill_from, "--distill-from")
     place.require_servers(ranks - config.synchronization.workers(ranks))
+    if (teacher := config.distillation.distill_from) is not None:
+        require_checkpoint(teacher, "--distill-from")
     if starts_warm:
         return int(entry_point("run_warm")(config, place))
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()
 
-    from megalite.training.data import open_data, vocab_size
+    from megalite.training.data import open_data
 
     data = open_data(config, place.local_rank)
-    if config.distillation.distill_from is not None:
-        entry_point("check_teacher")(config, vocab_size(data.tokenizer, config.model))
+    if teacher is not None:
+        entry_point("check_teacher")(config, data.tokenizer)
 
     from megalite.parallel.device import local_device
     from megalite.run.run import Run

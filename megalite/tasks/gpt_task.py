@@ -155,9 +155,13 @@ class GPTTask(GPTNetworkTask):
         return self.data.tokenizer.byte_lengths()
 
     def begin_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> Sequence[MicroBatch]:
-        folder = self.config.training.moe_record_routing
         if self._teacher is not None:
             micro_batches = self._teacher.compared(micro_batches)
+        return self._recorded(micro_batches, is_first=consumed_samples == 0)
+
+    def _recorded(self, micro_batches: Sequence[MicroBatch], *, is_first: bool) -> Sequence[MicroBatch]:
+        """Return micro-batches whose routing is recorded, if a folder is given for it."""
+        folder = self.config.training.moe_record_routing
         if folder is None:
             return micro_batches
         if self._recorder is None:
@@ -165,7 +169,7 @@ class GPTTask(GPTNetworkTask):
 
             sample_group = self.mesh.group(*self.chunks[0].context.sample_axes)
             self._recorder = RoutingRecorder(routing_records(self.config, folder), self.mesh, sample_group)
-        return self._recorder.begin_step(micro_batches, is_first=consumed_samples == 0)
+        return self._recorder.begin_step(micro_batches, is_first=is_first)
 
     def end_step(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> None:
         if self._recorder is not None:

@@ -22,6 +22,7 @@ from megalite.config.pipeline_layout import virtual_stages
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_megalite
 from megalite.conversion.opened import OpenedModel
+from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.divergence import vocab_parallel_divergence
 from megalite.extras.post_training.reference import load_teacher
@@ -38,6 +39,7 @@ from megalite.process.output import in_words
 from megalite.storage import AnyPath, open_directory
 from megalite.tasks.memory import storages_by_kind
 from megalite.training.builder import count_parameters, model_dtype
+from megalite.training.data import vocab_size
 
 DISTILL_LOSS = "distill_loss"
 TEACHER = "teacher"
@@ -50,16 +52,13 @@ def distilled_terms(settings: DistillationConfig) -> tuple[LossTerm, ...]:
     return replace(LM_LOSS, weight=1.0 - weight), LossTerm(DISTILL_LOSS, LM_LOSS.count, weight)
 
 
-def check_teacher(config: RunConfig, vocab_size: int) -> None:
-    """Raise MegaliteError if the teacher of a run is not there, or does not fit. It needs no other rank.
-
-    `vocab_size`: that of the run's tokenizer.
-    """
-    _open(config, vocab_size)
+def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise MegaliteError if the teacher of a run is not there, or does not fit. It needs no other rank."""
+    _open(config, vocab_size(tokenizer, config.model))
 
 
-def _open(config: RunConfig, vocab_size: int) -> OpenedModel:
-    """Open the teacher of a run, for a network with this vocabulary."""
+def _open(config: RunConfig, tokens: int) -> OpenedModel:
+    """Open the teacher of a run, for a network with this number of tokens."""
     path, model = config.distillation.distill_from, config.model
     assert path is not None
     if CheckpointConfig(load=path).loads_huggingface:
@@ -67,10 +66,10 @@ def _open(config: RunConfig, vocab_size: int) -> OpenedModel:
     else:
         opened = open_megalite(open_directory(path), model_dtype(config))
     opened, flag = opened.without_depths(), f"--distill-from {path}"
-    if opened.config.vocab_size != vocab_size:
+    if opened.config.vocab_size != tokens:
         raise ConfigurationError(
             f"{flag}: the teacher has {opened.config.vocab_size} tokens, and the network that is trained has "
-            f"{vocab_size}: choose a teacher with the same vocabulary, or give that of the teacher to the network"
+            f"{tokens}: choose a teacher with the same vocabulary, or give that of the teacher to the network"
         )
     length, most = config.data.seq_length, opened.config.learned_positions
     if most and most < length:

@@ -70,6 +70,7 @@ class _Divergence(torch.autograd.Function):
         vocab_size: int,
         options: tuple[float, int | None, float | None],
     ) -> Tensor:
+        """Compute the divergences, and keep their gradient with respect to the logits."""
         (temperature, top_k, cap), width = options, logits.shape[-1]
         columns = Columns.of_rank(group.rank, width, vocab_size)
         wide = torch.promote_types(logits.dtype, torch.float32)

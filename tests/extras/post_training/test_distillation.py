@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config import DataConfig
 from megalite.config.distillation import DistillationConfig
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.distillation import DISTILL_LOSS, check_teacher
 from megalite.extras.post_training.export import export_weights
@@ -127,12 +129,17 @@ def test_a_step_with_a_teacher_has_the_oracles_gradients(
             assert (rank.gathered == 0) == (cell.zero == 3)
 
 
+def tokenizer_of(tokens: int) -> Tokenizer:
+    """Return a tokenizer with this number of tokens."""
+    return build_tokenizer(DataConfig(seq_length=1, tokenizer_type="NullTokenizer"), tokens - 1)
+
+
 @pytest.mark.parametrize("wrong", ["tokens", "positions", "layout"])
 def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
     wrong: str, tmp_path: Path, folders: dict[Cell, Path]
 ) -> None:
     config, size = configuration(STUDENTS[0], folders[STUDENTS[0]], WHOLE), 29
-    check_teacher(config, size)
+    check_teacher(config, tokenizer_of(size))
     if wrong == "tokens":
         size, message = 32, "the teacher has 29 tokens, and the network that is trained has 32"
     elif wrong == "positions":
@@ -143,4 +150,4 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
     else:
         config, message = configuration(replace(STUDENTS[0], pp=8), folders[STUDENTS[0]], WHOLE), "8 stages are more"
     with pytest.raises(ConfigurationError, match=message):
-        check_teacher(config, size)
+        check_teacher(config, tokenizer_of(size))

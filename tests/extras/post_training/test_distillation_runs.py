@@ -51,7 +51,7 @@ def test_runs_with_a_teacher_agree_and_continue(teacher: Path, run: Run, tmp_pat
     assert_agree(split, whole)
     run(*TEACHER, "--save", teacher, "--resume", "auto", "--train-iters", 3, data=MOCK)
     on = run(*flags, parts, "--train-iters", 5, "--resume", "auto", data=MOCK)
-    assert f"the teacher is now megalite checkpoint {teacher / 'iter_0000003'}" in on.stdout
+    assert f"note: the teacher is now megalite, {teacher / 'iter_0000003'}; until " in on.stdout
 
 
 def assert_agree(ours: Path, theirs: Path) -> None:
