@@ -73,7 +73,7 @@ class RunConfig(TaskConfig):
     data: DataConfig
     """Samples and tokenizer."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    """A teacher, with whose predictions those of the network are compared."""
+    """A teacher, a larger model to learn from."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`
