@@ -39,7 +39,7 @@ def test_runs_with_a_teacher_agree_and_continue(teacher: Path, run: Run, tmp_pat
     whole, parts, split = tmp_path / "whole", tmp_path / "parts", tmp_path / "split"
     evaluated = words("--eval-iters 1 --eval-interval 4")
     began = run(*flags, whole, "--train-iters", 4, *evaluated, data=MOCK)
-    assert "41,056 parameters: 4 layers, hidden 32; " in began.stdout
+    assert "41,056 parameters: 4 layers, hidden 32; 436 KiB a rank, of which 356 KiB are weights" in began.stdout
     run(*flags, parts, "--train-iters", 4, *evaluated, "--exit-interval", 2, data=MOCK, expected=85)
     run(*flags, parts, "--train-iters", 4, *evaluated, "--resume", "auto", data=MOCK)
     assert_same_checkpoint(parts / "iter_0000004", whole / "iter_0000004")
