@@ -7,7 +7,7 @@ has those of more than one micro-batch, or of other columns than its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config import CheckpointConfig, RunConfig
+from megalite.config import CheckpointConfig, ModelConfig, RunConfig
 from megalite.config.distillation import DistillationConfig
+from megalite.config.fields import with_defaults
+from megalite.config.parallel import context_parallel_problems
 from megalite.config.pipeline_layout import virtual_stages
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_megalite
@@ -76,15 +78,28 @@ def _open(config: RunConfig, tokens: int) -> OpenedModel:
         raise ConfigurationError(
             f"{flag}: the teacher has {most} positions, which are fewer than --seq-length {length}: shorten the samples"
         )
-    parallel = config.parallel
-    stages = parallel.pipeline_model_parallel_size * virtual_stages(model, parallel)
-    try:
-        check_layout(opened.config, parallel.tensor_model_parallel_size, stages)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{flag}: the layout cannot divide the teacher: {error}") from None
+    if problems := "; ".join(_layout_problems(config, opened.config)):
+        raise ConfigurationError(f"{flag}: the layout cannot divide the teacher: {problems}")
     # The columns of both networks are then on the same ranks.
     padding = model.make_vocab_size_divisible_by
     return replace(opened, config=replace(opened.config, make_vocab_size_divisible_by=padding))
+
+
+def _layout_problems(config: RunConfig, teacher: ModelConfig) -> Iterator[str]:
+    """Yield why the layout of a run cannot divide its teacher."""
+    parallel, experts = config.parallel, teacher.num_experts or 0
+    stages = parallel.pipeline_model_parallel_size * virtual_stages(config.model, parallel)
+    try:
+        check_layout(teacher, parallel.tensor_model_parallel_size, stages)
+    except ConfigurationError as error:
+        yield from str(error).splitlines()
+    if parallel.context_parallel_size > 1:
+        # A teacher without layers that pass a state on has no use for the exchange of states, and that is no fault.
+        divided = with_defaults(parallel, ["cp_state_exchange"])
+        yield from context_parallel_problems(divided, teacher, config.data.seq_length)
+    if experts % parallel.expert_model_parallel_size:
+        ranks = parallel.expert_model_parallel_size
+        yield f"its {experts} experts are not divisible by --expert-model-parallel-size {ranks}"
 
 
 class Teacher:

@@ -36,7 +36,7 @@ LAYOUTS = {
     "pp2": {"pp": 2, "schedule": "zb-v"},
     "tp2": {"tp": 2, "micro_batch_size": 2},
     "dp2-zero2": {"dp": 2, "zero": 2, "micro_batch_size": 2},
-    "cp2-tp2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "cp2-tp2": {"cp": 2, "tp": 2},
     "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2"},
     "pp2-zero3": {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce"},
 }
@@ -134,7 +134,7 @@ def tokenizer_of(tokens: int) -> Tokenizer:
     return build_tokenizer(DataConfig(seq_length=1, tokenizer_type="NullTokenizer"), tokens - 1)
 
 
-@pytest.mark.parametrize("wrong", ["tokens", "positions", "layout"])
+@pytest.mark.parametrize("wrong", ["tokens", "positions", "layout", "heads", "experts"])
 def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
     wrong: str, tmp_path: Path, folders: dict[Cell, Path]
 ) -> None:
@@ -147,6 +147,14 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
         export_weights(policy.chunks, policy.optimizer, tmp_path / "gpt2")
         config = configuration(replace(STUDENTS[0], sequence=48), tmp_path / "gpt2", WHOLE)
         message = "positions, which are fewer than --seq-length 48"
+    elif wrong == "experts":
+        exported(Cell("mixtral", key_values="gqa", tied=False, vocabulary="odd"), tmp_path / "experts")
+        config = configuration(STUDENTS[0], tmp_path / "experts", WHOLE)
+        config = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=3))
+        message = "its 4 experts are not divisible by --expert-model-parallel-size 3"
+    elif wrong == "heads":
+        config = replace(config, parallel=replace(config.parallel, context_parallel_size=3, cp_comm_type=("a2a",)))
+        message = "cannot divide the teacher: .*a2a"
     else:
         config, message = configuration(replace(STUDENTS[0], pp=8), folders[STUDENTS[0]], WHOLE), "8 stages are more"
     with pytest.raises(ConfigurationError, match=message):
