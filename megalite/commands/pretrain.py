@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.near_checkpoints import require_load
+from megalite.config.near_checkpoints import require_checkpoint, require_load
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.single_rank import take_single_rank
@@ -57,6 +57,8 @@ def main(*, hybrid: bool = False) -> int:
     config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
     place.require_servers(ranks - config.synchronization.workers(ranks))
+    if (teacher := config.distillation.distill_from) is not None:
+        require_checkpoint(teacher, "--distill-from")
     if starts_warm:
         return int(entry_point("run_warm")(config, place))
     startup.announce(config)
@@ -66,6 +68,8 @@ def main(*, hybrid: bool = False) -> int:
     from megalite.training.data import open_data
 
     data = open_data(config, place.local_rank)
+    if teacher is not None:
+        entry_point("check_teacher")(config, data.tokenizer)
 
     from megalite.parallel.device import local_device
     from megalite.run.run import Run

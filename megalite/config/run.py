@@ -12,6 +12,7 @@ from megalite.config.alarms import AlarmsConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
+from megalite.config.distillation import DistillationConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
@@ -71,6 +72,8 @@ class RunConfig(TaskConfig):
     """The network."""
     data: DataConfig
     """Samples and tokenizer."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """A teacher, a larger model to learn from."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

@@ -23,6 +23,7 @@ from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_distillation import distillation_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
 from megalite.config.validate_evaluation import validation_problems
 from megalite.config.validate_experts import expert_run_problems
@@ -96,6 +97,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _positions(config),
         relation_problems(model),
         prediction_problems(config),
+        distillation_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),

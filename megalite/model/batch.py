@@ -37,6 +37,21 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class LogitLoss:
+    """Term of the loss that is a function of the logits, beside the language-model loss.
+
+    Attributes:
+        name: name of the term.
+        values: function from this rank's columns of the logits [sequence, batch, padded vocabulary / size] and their
+            soft cap, which has not been applied, to the term of each token, [sequence, batch]. It must not keep the
+            logits, which the backward of the losses overwrites.
+    """
+
+    name: str
+    values: Callable[[Tensor, float | None], Tensor]
+
+
+@dataclass(frozen=True)
 class FurtherTokens:
     """Inputs and labels of the depths of multi-token prediction, cut from whole samples as those of the network.
 
@@ -96,6 +111,7 @@ class MicroBatch:
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
             among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
         token_loss: the loss, given `labels`; None for the sum of the token losses times `loss_mask`.
+        logit_loss: further term of the loss, given `labels` and `loss_mask`; None: there is none.
         further: inputs and labels of the network's depths; None: they do not run.
         sources: sources of the samples, by which the loss is recorded, too; None: it is not.
         text_bytes: [batch, sequence] int64, bytes of the text of each label, for which the loss in bits is recorded,
@@ -114,6 +130,7 @@ class MicroBatch:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
+    logit_loss: LogitLoss | None = None
     further: FurtherTokens | None = None
     lengths: Tensor | None = None
     sources: SampleSources | None = None

@@ -202,7 +202,11 @@ class GPT(StageModule):
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
-        if self.prediction is not None and (further := micro_batch.further) is not None:
+        found: TermSums
+        if (term := micro_batch.logit_loss) is not None:
+            losses, values = self.head(hidden, labels.t(), further=term) * mask.t()
+            found = {LM_LOSS.name: losses.sum(), term.name: values.sum()}
+        elif self.prediction is not None and (further := micro_batch.further) is not None:
             every = further.with_first(labels, mask)
             losses, found = self.prediction.terms(self.head, hidden, every, context, self.recomputed)
         else:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import LogitLoss, MicroBatch
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
@@ -119,17 +119,20 @@ class OutputLayer(ColumnParallelLinear):
         plain: bool = False,
         entropies: bool = False,
         frozen: bool = False,
+        further: LogitLoss | None = None,
     ) -> Tensor:
         """Compute logits [sequence, batch, columns], or with labels [sequence, batch] losses of their shape.
 
         The input is [sequence (/ size under sequence parallelism), batch, hidden]. In evaluation, losses are the plain
         cross entropy, without label smoothing and z-loss. If `plain`, they are so in training, too, and the result is
         [1, sequence, batch], or [2, sequence, batch] with the predictions' entropies. If `frozen`, the losses do not
-        train the weight.
+        train the weight. With `further`, the result is [2, sequence, batch]: the losses, and the values of that term.
         """
         if labels is None:
             logits = super().forward(input)
             return logits if self.evaluated.soft_cap is None else soft_cap(logits, self.evaluated.soft_cap)
+        if further is not None:
+            return self._losses_with(input, labels, further)
         options = self.trained if self.training and not plain else self.evaluated
         if plain:  # one tensor, because ZeRO 3 gathers the weights for backward at the first gradient of the last one
             if not entropies:
@@ -141,6 +144,12 @@ class OutputLayer(ColumnParallelLinear):
             losses = vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options)
             return torch.stack([losses, vocab_parallel_entropy(capped, self.group, self.vocab_size)])
         return self._losses(input, labels, options, frozen)
+
+    def _losses_with(self, input: Tensor, labels: Tensor, further: LogitLoss) -> Tensor:
+        options = self.trained if self.training else self.evaluated
+        logits = super().forward(input)
+        values = further.values(logits, options.soft_cap)  # first, because it does not keep the logits
+        return torch.stack([vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options), values])
 
     def _losses(self, input: Tensor, labels: Tensor, options: LossOptions, frozen: bool = False) -> Tensor:
         if not self.fused:
@@ -162,12 +171,18 @@ class Head(nn.Module):
         self.norm, self.output, self.multiplier = norm, output, multiplier
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        *,
+        plain: bool = False,
+        entropies: bool = False,
+        further: LogitLoss | None = None,
     ) -> Tensor:
         """Apply the norm and the output layer to the hidden states that leave the last layer of the network."""
-        return self.of_normed(self.norm(hidden), labels, plain=plain, entropies=entropies)
+        return self.of_normed(self.norm(hidden), labels, plain=plain, entropies=entropies, further=further)
 
-    def of_normed(self, normed: Tensor, labels: Tensor | None = None, **options: bool) -> Tensor:
+    def of_normed(self, normed: Tensor, labels: Tensor | None = None, **options: bool | LogitLoss | None) -> Tensor:
         """Apply the output layer to hidden states behind a final norm. `options`: those of its forward."""
         if self.multiplier != 1.0:
             normed = normed * self.multiplier

@@ -23,9 +23,12 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS, bits_per_byte, loss_by_source
 from megalite.model.prediction import further_terms
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks import summary
@@ -85,15 +88,22 @@ class GPTTask(GPTNetworkTask):
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
+        self._teacher: Any = None
         # Samples, steps and samples left out with which this run goes on.
         self._begun: tuple[int, int, Ranges] = 0, 0, ()
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-        chunks = super().make_chunks(mesh, stages)
+        chunks, settings = super().make_chunks(mesh, stages), self.config.distillation
+        terms = (LM_LOSS,) if settings.distill_from is None else entry_point("distilled_terms")(settings)
         if self.sources is not None:
-            for chunk in chunks:
-                chunk.main_terms = (LM_LOSS, loss_by_source(self.sources.names))
+            terms = (*terms, loss_by_source(self.sources.names))
+        for chunk in chunks:
+            chunk.main_terms = terms
         return chunks
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        if self.config.distillation.distill_from is not None:
+            self._teacher = entry_point("teacher")(self.config, self.chunks, engine, optimizer, schedules)
 
     # ------------------------------------------------------------------------------------------------ the data
 
@@ -147,6 +157,12 @@ class GPTTask(GPTNetworkTask):
         return self.data.tokenizer.byte_lengths()
 
     def begin_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> Sequence[MicroBatch]:
+        if self._teacher is not None:
+            micro_batches = self._teacher.compared(micro_batches)
+        return self._recorded(micro_batches, is_first=consumed_samples == 0)
+
+    def _recorded(self, micro_batches: Sequence[MicroBatch], *, is_first: bool) -> Sequence[MicroBatch]:
+        """Return micro-batches whose routing is recorded, if a folder is given for it."""
         folder = self.config.training.moe_record_routing
         if folder is None:
             return micro_batches
@@ -155,7 +171,7 @@ class GPTTask(GPTNetworkTask):
 
             sample_group = self.mesh.group(*self.chunks[0].context.sample_axes)
             self._recorder = RoutingRecorder(routing_records(self.config, folder), self.mesh, sample_group)
-        return self._recorder.begin_step(micro_batches, is_first=consumed_samples == 0)
+        return self._recorder.begin_step(micro_batches, is_first=is_first)
 
     def end_step(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> None:
         if self._recorder is not None:
@@ -165,24 +181,26 @@ class GPTTask(GPTNetworkTask):
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         mix = {} if self.data.mix is None else self.data.mix.saved()
-        return asdict(replace(self.config, model=self.model)) | mix
+        teacher = {} if self._teacher is None else self._teacher.saved()
+        return asdict(replace(self.config, model=self.model)) | mix | teacher
 
     def resume_data(
         self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
     ) -> Resumed:
         """Continue with the mix of the data, if there is one; see `Task.resume_data`."""
-        if (mix := self.data.mix) is None:
-            if "data_mix" in saved:
-                raise ConfigurationError(
-                    f"{path} is of a run with --data-mix-schedule, whose sources would not go on where they are: "
-                    "give a schedule, also for a single phase, or begin with other data by --finetune"
-                )
-            return super().resume_data(path, saved, consumed_samples, left_out, iteration)
-        resumed = mix.resume(path, saved, consumed_samples, left_out)
-        self._begun = resumed.consumed_samples, iteration, left_out
-        if resumed.former_length in (None, self.config.data.seq_length):
-            return resumed
-        notes = entry_point("unit_notes")(saved, self.config, resumed.former_length)
+        if (mix := self.data.mix) is not None:
+            resumed = mix.resume(path, saved, consumed_samples, left_out)
+            self._begun = resumed.consumed_samples, iteration, left_out
+        elif "data_mix" in saved:
+            raise ConfigurationError(
+                f"{path} is of a run with --data-mix-schedule, whose sources would not go on where they are: "
+                "give a schedule, also for a single phase, or begin with other data by --finetune"
+            )
+        else:
+            resumed = super().resume_data(path, saved, consumed_samples, left_out, iteration)
+        notes = () if self._teacher is None else self._teacher.change_notes(path, saved)
+        if resumed.former_length not in (None, self.config.data.seq_length):
+            notes = (*entry_point("unit_notes")(saved, self.config, resumed.former_length), *notes)
         return replace(resumed, notes=(*resumed.notes, *notes))
 
     def remember(self, consumed_samples: int) -> list[tuple[int, int]]:
@@ -203,11 +221,16 @@ class GPTTask(GPTNetworkTask):
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
         mix = {} if self.data.mix is None else {"data mix": self.data.mix.description(self._begun[0])}
-        return {**summary.summary(trainer, self), **mix}
+        found = {**summary.summary(trainer, self), **mix}
+        if self._teacher is not None:
+            found["teacher"], taken = self._teacher.summary(trainer.num_micro_batches(self.batch_size.final))
+            self.counted_memory = (self.counted_memory or 0) + taken
+        return found
 
     def notes(self) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes())
+        teacher = () if self._teacher is None else self._teacher.notes
+        return (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes(), *teacher)
 
     def _mix_notes(self) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""

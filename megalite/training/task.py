@@ -24,6 +24,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import StageModule
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
@@ -125,6 +126,10 @@ class Task(ABC):
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise MegaliteError if the buckets of the optimizer do not fit the network. Called by all ranks together."""
+        return
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        """Make what the task runs beside the network, with the parts of its trainer. Called by all ranks together."""
         return
 
     def forward_state(self) -> ForwardState | None:

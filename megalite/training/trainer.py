@@ -113,6 +113,7 @@ class Trainer:
         if task.offloading is not None:
             for number in micro_batches:
                 proved(self.schedules.training(number), task.offloading.layers, task.offloading.ends)
+        task.connect(self.engine, self.optimizer, self.schedules)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,

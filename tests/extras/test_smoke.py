@@ -13,7 +13,7 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from tests.distributed.layout_expected import on_ranks
-from tests.distributed.post_training_run import policy_steps
+from tests.distributed.post_training_run import exported, policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
 from tests.extras.alarms import test_alarms
@@ -21,6 +21,8 @@ from tests.extras.chaos import test_chaos
 from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.mixes.mixed_run import WHERE, MixedRun, write_files
+from tests.extras.post_training import test_distillation
+from tests.extras.post_training.distillation_run import distilled_steps
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
@@ -106,6 +108,14 @@ def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:
     _, figures, *_ = expected(cell.alone())
     for (rank,) in on_ranks(rank_pools, 2, policy_steps, [cell]):
         assert rank.figures == pytest.approx(figures, rel=1e-10)
+
+
+def test_a_teacher_is_split_as_the_network(rank_pools: RankPools, tmp_path: Path) -> None:
+    student = replace(test_distillation.STUDENTS[0], tp=2, sequence_parallel=True)
+    exported(test_distillation.teacher_of(student), tmp_path / "teacher")
+    _, means = test_distillation.expected(student.alone(), test_distillation.FEW)
+    for (rank,) in on_ranks(rank_pools, 2, distilled_steps, [student], tmp_path / "teacher", test_distillation.FEW):
+        assert rank.means == pytest.approx(means, rel=1e-10)
 
 
 def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Path) -> None:
