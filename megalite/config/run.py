@@ -18,6 +18,7 @@ from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogC
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import RecoveryConfig
 from megalite.config.reporting import ReportingConfig
 from megalite.config.synchronization import SynchronizationConfig
@@ -71,6 +72,8 @@ class RunConfig(TaskConfig):
     """The network."""
     data: DataConfig
     """Samples and tokenizer."""
+    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Training on pairs of responses."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

@@ -24,6 +24,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import StageModule
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
@@ -55,6 +56,7 @@ class Summarized(Protocol):
     directory: AnyPath | None
     chunks: Sequence[StageModule]
     optimizer: Optimizer
+    engine: PipelineEngine[Any]
     schedules: ProvedSchedules
     shares: Shares
     iterations: int
@@ -165,6 +167,10 @@ class Task(ABC):
     def evaluation_loaders(self, *, test: bool) -> Mapping[str, Loader[Any]]:
         """Return loaders of the sets of the validation data or of the test data, by name; a single one has no name."""
         return {"": self.evaluation_loader(test=test)}
+
+    def begin(self, trainer: Summarized) -> None:
+        """Prepare what steps need beside the network, once it has its values. Called by all ranks together."""
+        return
 
     def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:
         """Return the micro-batches of the step that begins. Called by all ranks together."""
