@@ -1,4 +1,4 @@
-"""Fine-tune a GPT on conversations (--sft) or on pairs of responses (--preference-data), with pretrain_gpt.py's flags."""
+"""Fine-tune a GPT on conversations (--sft) or pairs of responses (--preference-data), with pretrain_gpt.py's flags."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def main(*, hybrid: bool = False, finetunes: bool = False) -> int:
     arguments = parse_arguments(argv, saved_fields, hybrid=hybrid)
     if finetunes and not (arguments.config.data.sft or arguments.config.data.preference_data):
         raise ConfigurationError(
-            "there is nothing to fine-tune on: give --preference-data, or --sft with --data-path; pretrain_gpt.py trains "
-            "on token files"
+            "there is nothing to fine-tune on: give --preference-data, or --sft with --data-path (pretrain_gpt.py "
+            "trains on token files)"
         )
     starts_warm = arguments.config.recovery.warm_restart and single is None and GENERATION not in os.environ
     ranks = place.world_size if single is None else single.world_size

@@ -33,5 +33,7 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
     others += [*given(config.parallel, "data_parallel_shares"), *given(config.recovery, "warm_restart elastic")]
     for flag in others:
         yield f"{flag} does not go with --preference-data: leave it out"
+    if config.logging.log_validation_ppl_to_tensorboard:
+        yield "--log-validation-ppl-to-tensorboard: the loss of --preference-data has no perplexity: leave it out"
     if not config.synchronization.is_plain:
         yield "--preference-data needs plain data parallelism: leave out the flags of --synchronization"

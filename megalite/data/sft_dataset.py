@@ -256,7 +256,7 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        expected = "with --sft the data are JSONL files of conversations"
+        expected = "with --sft and --preference-data the data are JSONL files"
         raise DataError(f"{path} cannot be read ({reason(error)}): {expected}") from error
 
 

@@ -81,6 +81,7 @@ class Task(ABC):
         has_test: True if it has data for an evaluation after the last step.
         full_validation: an evaluation between steps reads all samples of its data, which have an end.
         tokens_per_sample: None if samples do not consist of tokens.
+        has_perplexity: the loss of tokens is a mean over them.
         optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
             name of its own.
         factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
@@ -102,6 +103,7 @@ class Task(ABC):
     has_test: bool = False
     full_validation: bool = False
     tokens_per_sample: int | None = None
+    has_perplexity: bool = True
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
     factors: Mapping[str, Factor] = MappingProxyType({})
     offloading: ActivationOffload | None = None

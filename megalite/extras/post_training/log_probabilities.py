@@ -173,6 +173,6 @@ def log_probabilities(
     # All stages but the last add zeros, which change no bit.
     flat = torch.cat([values.flatten() for values in found])
     flat = collectives.all_reduce_(flat, first.mesh.group("pp"))
-    parts = flat.split([values.numel() for values in found])
-    whole = [part.view(kinds, *shape) for part, shape in zip(parts, shapes, strict=True)]
+    apart = flat.split([values.numel() for values in found])
+    whole = [part.view(kinds, *shape) for part, shape in zip(apart, shapes, strict=True)]
     return [TokenOutputs(values[0], values[1] if entropies else None) for values in whole]

@@ -66,9 +66,7 @@ class PairFile(ConversationFile):
         if isinstance(prompt, str) and all(isinstance(each, str) for each in responses):
             return [{**fields, "prompt": prompt, "completion": each} for each in responses]
         if not all(isinstance(each, list) and each for each in responses):
-            raise ValueError(
-                'a pair has a "prompt", a "chosen" and a "rejected" response: texts, or lists of messages'
-            )
+            raise ValueError('a pair has a "prompt", a "chosen" and a "rejected" response: texts, or lists of messages')
         if isinstance(prompt, list):
             whole = [[*prompt, *each] for each in responses]
             shared = len(prompt)

@@ -44,6 +44,8 @@ from megalite.training.task import Summarized
 class PreferenceTask(GPTTask):
     """Training of a GPT on pairs of responses on this rank. Create it on all ranks together."""
 
+    has_perplexity = False
+
     def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
         super().__init__(config, data, mesh)
         self.options = config.preferences

@@ -82,8 +82,8 @@ class ReferenceFile:
             raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again") from error
         if of != self._of_data or longest < self._longest:
             raise ConfigurationError(
-                f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: give "
-                "another directory as --reference-log-probabilities"
+                f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: "
+                "give another directory as --reference-log-probabilities"
             )
         if self._model is not None and model != self._model:
             raise ConfigurationError(
