@@ -83,6 +83,8 @@ class ConversationFile:
         roles: int8, the role of each of them, from 1 on.
         has_roles: samples tell the roles of their labels.
         begins, ends: begin and end of each conversation in `tokens`.
+        kind: name of what the lines have, for the cache.
+        of_line: number of conversations in a line.
         places: number of places that each conversation takes in a sequence.
         answered: bool, whether a conversation has a label in an answer.
         unanswered: number of those that have none.
@@ -91,7 +93,7 @@ class ConversationFile:
         DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
     """
 
-    kind = "conversations"
+    kind, of_line = "conversations", 1
 
     def __init__(
         self,
@@ -256,7 +258,7 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        expected = "with --sft and --preference-data the data are JSONL files"
+        expected = "with --sft the data are JSONL files of conversations, with --preference-data of pairs"
         raise DataError(f"{path} cannot be read ({reason(error)}): {expected}") from error
 
 

@@ -21,6 +21,7 @@ from tests.extras.chaos import test_chaos
 from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.mixes.mixed_run import WHERE, MixedRun, write_files
+from tests.extras.post_training import test_preferences
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
@@ -106,6 +107,11 @@ def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:
     _, figures, *_ = expected(cell.alone())
     for (rank,) in on_ranks(rank_pools, 2, policy_steps, [cell]):
         assert rank.figures == pytest.approx(figures, rel=1e-10)
+
+
+def test_pairs_of_responses_are_trained_on(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    test_preferences.write_base(tmp_path)
+    test_preferences.test_steps_equal_an_independent_loop_in_float64("dpo", tmp_path, spawn, tmp_path)
 
 
 def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Path) -> None:

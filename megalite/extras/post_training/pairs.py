@@ -14,7 +14,7 @@ those that do not fit into a sequence are left out, with a note.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class PairFile(ConversationFile):
     Raises DataError: the file cannot be read, a line is not a pair, or no pair fits.
     """
 
-    kind = "pairs of responses"
+    kind, of_line = "pairs of responses", 2
     first = 0
 
     def __init__(self, *arguments: Any) -> None:
@@ -60,8 +60,12 @@ class PairFile(ConversationFile):
 
     @staticmethod
     def conversations(record: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """Return the chosen and the rejected one. Raises ValueError if the record is not a pair."""
         fields = {name: value for name, value in record.items() if value is not None and name not in SCORES}
         responses = [fields.pop(name, None) for name in ("chosen", "rejected")]
+        for name in ("messages", "completion"):  # some data sets repeat the chosen response
+            if fields.pop(name, responses[0]) != responses[0]:
+                raise ValueError(f'it has "{name}" beside "chosen" and "rejected", which would not be used: remove it')
         prompt = fields.pop("prompt", None)
         if isinstance(prompt, str) and all(isinstance(each, str) for each in responses):
             return [{**fields, "prompt": prompt, "completion": each} for each in responses]
@@ -126,15 +130,11 @@ class PairDataset(SFTDataset):
 def open_pairs(data: DataConfig, seed: int, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, PairFile]:
     """Return the files of pairs by path, with their responses numbered one after another."""
     cache, found, first = IndexCache(data.data_cache_path), dict[str, PairFile](), 0
-    specs = read_dataset_specs(_by_path(data))
+    specs = read_dataset_specs(data)
     for path in sorted({path for spec in specs if spec is not None for path in spec.prefixes}):
         found[path] = file = PairFile(path, tokenizer, template, data.seq_length, seed, cache)
         file.first, first = first, first + len(file)
     return found
-
-
-def _by_path(data: DataConfig) -> DataConfig:
-    return replace(data, data_path=data.preference_data, preference_data=())
 
 
 def build_pair_datasets(
@@ -143,7 +143,5 @@ def build_pair_datasets(
     """Return the datasets of a run on pairs. Raises ConfigurationError or DataError."""
     files = open_pairs(data, seed, tokenizer, template)
     cache = IndexCache(data.data_cache_path)
-    datasets = build_datasets(
-        _by_path(data), samples, lambda path: Source(len(files[path].pairs), files[path].dataset), cache
-    )
+    datasets = build_datasets(data, samples, lambda path: Source(len(files[path].pairs), files[path].dataset), cache)
     return datasets._replace(notes=(*(note for file in files.values() for note in file.notes()), *datasets.notes))

@@ -59,7 +59,7 @@ def texts(fields: SampleFields) -> dict[int, tuple[str, str]]:
     "record",
     [
         {"prompt": ASKED, "chosen": YES, "rejected": NO},
-        {"chosen": ASKED + YES, "rejected": ASKED + NO, "score_chosen": 9.0},
+        {"chosen": ASKED + YES, "rejected": ASKED + NO, "score_chosen": 9.0, "messages": ASKED + YES},
         {"prompt": "Sure?", "chosen": ASKED + YES, "rejected": ASKED + NO, "prompt_id": "x"},
     ],
 )
@@ -114,6 +114,7 @@ def test_a_split_shares_out_the_pairs_that_fit(tmp_path: Path) -> None:
         ([{"chosen": "b", "rejected": "c"}], "texts, or lists of messages"),
         ([{"prompt": "a", "chosen": "b", "rejected": NO}], "texts, or lists of messages"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}], "it has the field 'weight'"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d"}], 'it has "completion" beside "chosen"'),
         ([{"prompt": ["a"], "chosen": YES, "rejected": NO}], "a message has no"),
         (
             [{"prompt": "a", "chosen": "b" * 40, "rejected": "c"}],
