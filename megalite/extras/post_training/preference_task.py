@@ -113,6 +113,15 @@ class PreferenceTask(GPTTask):
         outputs = self._reference.log_probabilities(schedules.evaluation(count), batches, parts=True)
         return [self._of_responses(each.log_probabilities, own) for each, own in zip(outputs, batches, strict=True)]
 
+    def summary(self, trainer: Summarized) -> dict[str, object]:
+        lines = super().summary(trainer)
+        if self._reference is None:
+            return {**lines, "reference": f"log-probabilities from {self.options.reference_log_probabilities}"}
+        size = sum(storages_by_kind(self._reference.optimizer)["parameters"].values())
+        assert self.counted_memory is not None
+        self.counted_memory += size
+        return {**lines, "reference": f"{self.options.reference_model}, {text(size)} more a rank"}
+
     # ------------------------------------------------------------------------------------------------ the data
 
     def _loader(

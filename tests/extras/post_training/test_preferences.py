@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,12 @@ from torch import Tensor
 
 from megalite.config import DataConfig
 from megalite.data.datasets import Samples
+from megalite.data.loader import MicroBatchArrays
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.extras.post_training.pairs import build_pair_datasets
+from megalite.extras.post_training.preferences import of_responses, pair_batch
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.batches import to_micro_batches
 from tests.end_to_end.bytes_by_oracle import LLAMA as ORACLE
 from tests.end_to_end.runs import (
     LLAMA,
@@ -282,6 +287,29 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
     assert "is damaged: remove it, and it is computed again" in refused(*kept)
     missing = refused("--reference-log-probabilities", tmp_path / "none")
     assert "has no file reference_log_probabilities: give --reference-model" in missing
+
+
+def test_a_pair_in_two_samples_counts_twice() -> None:
+    """The end of an epoch and the beginning of the next can be in one micro-batch."""
+    responses = np.array([[-1, 4, 4, 5], [4, -1, 5, -1]])
+    zeros = np.zeros_like(responses)
+    arrays = MicroBatchArrays(
+        tokens=zeros,
+        labels=zeros,
+        loss_mask=(responses >= 0).astype(np.float32),
+        positions=zeros,
+        document_ids=zeros,
+        padding=None,
+        sample_ids=range(2),
+        replayed=None,
+        responses=responses,
+    )
+    (micro_batch,) = to_micro_batches([arrays], 1, torch.float64, torch.device("cpu"))
+    batch = pair_batch(micro_batch, arrays)
+    scores = torch.arange(1.0, 9.0, dtype=torch.float64).view(2, 4)
+    assert batch.responses is not None
+    assert batch.responses.tolist() == [4, 5, 4, 5]
+    assert of_responses(scores, batch, ParallelMesh().group("cp")).tolist() == [5.0, 4.0, 5.0, 7.0]
 
 
 @pytest.mark.parametrize(
