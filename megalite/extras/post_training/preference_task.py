@@ -34,8 +34,10 @@ from megalite.parallel.device import moved
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TermSums
 from megalite.pipeline.stages import Stages
+from megalite.process.output import in_words
 from megalite.storage import open_directory
 from megalite.tasks.gpt_task import GPTTask, TokenLoader
+from megalite.tasks.memory import storages_by_kind
 from megalite.training.data import RunData
 from megalite.training.resume import open_initial_model
 from megalite.training.task import Summarized
@@ -120,7 +122,7 @@ class PreferenceTask(GPTTask):
         size = sum(storages_by_kind(self._reference.optimizer)["parameters"].values())
         assert self.counted_memory is not None
         self.counted_memory += size
-        return {**lines, "reference": f"{self.options.reference_model}, {text(size)} more a rank"}
+        return {**lines, "reference": f"{self.options.reference_model}, {in_words(size)} more a rank"}
 
     # ------------------------------------------------------------------------------------------------ the data
 
