@@ -16,6 +16,7 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays
 from megalite.data.sampler import equal_deal
 from megalite.data.sources import Sources
+from megalite.errors import ConfigurationError
 from megalite.extras.post_training.preferences import (
     PairBatch,
     loss_name,
@@ -26,6 +27,7 @@ from megalite.extras.post_training.preferences import (
 )
 from megalite.extras.post_training.reference import FrozenNetwork, load_teacher
 from megalite.extras.post_training.reference_file import ReferenceFile
+from megalite.lifecycle.control_files import has_file
 from megalite.model.batch import MicroBatch, TokenLoss
 from megalite.model.gpt import GPT
 from megalite.parallel import collectives
@@ -83,8 +85,14 @@ class PreferenceTask(GPTTask):
     def _load_reference(self, trainer: Summarized) -> FrozenNetwork:
         path = self.options.reference_model
         assert path is not None
-        with raise_on_all_ranks(self.mesh, f"opening --reference-model {path}"):
-            opened = open_initial_model(open_directory(path))
+        with raise_on_all_ranks(self.mesh, None):
+            folder = open_directory(path)
+            if not any(has_file(folder / name) for name in ("manifest.json", "config.json")):
+                raise ConfigurationError(
+                    f"--reference-model {path} is no model: give one checkpoint, as in RUN/iter_0001000, or a Hugging "
+                    "Face folder"
+                )
+            opened = open_initial_model(folder)
         return load_teacher(opened, self.chunks, trainer.engine, trainer.optimizer)
 
     def _of_all(self, file: ReferenceFile) -> np.ndarray:

@@ -285,6 +285,7 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
     assert "smaller --seq-length" in refused(*kept, "--seq-length", 2 * LENGTH, "--max-position-embeddings", 2 * LENGTH)
     (tmp_path / "kept" / "reference_log_probabilities").write_bytes(content[:-1])
     assert "is damaged: remove it, and it is computed again" in refused(*kept)
+    assert "is no model: give one checkpoint" in refused("--reference-model", base / "begun")
     missing = refused("--reference-log-probabilities", tmp_path / "none")
     assert "has no file reference_log_probabilities: give --reference-model" in missing
 
@@ -318,6 +319,7 @@ def test_a_pair_in_two_samples_counts_twice() -> None:
         (("--mock-data",), "there is nothing to fine-tune on: give --preference-data, or --sft"),
         (("--preference-data", "x"), "--preference-data needs a reference: give --reference-model"),
         (("--data-path", "x", "--sft", "--preference-beta", 1), "--preference-beta needs --preference-data"),
+        (("--preference-data", "x", "--reference-model", "y", "--dry-run"), "does not count the reference"),
         (("--preference-data", "x", "--reference-model", "y", "--data-path", "z"), "given in more than one way"),
         (
             ("--preference-data", "x", "--reference-model", "y", "--preference-label-smoothing", 0.5),
