@@ -83,6 +83,7 @@ class PreferenceTask(GPTTask):
         self._known = values
 
     def _load_reference(self, trainer: Summarized) -> FrozenNetwork:
+        """Return the network of --reference-model. Raises CheckpointError if it is no model or cannot be read."""
         path = self.options.reference_model
         assert path is not None
         with raise_on_all_ranks(self.mesh, None):
