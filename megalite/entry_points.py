@@ -31,6 +31,8 @@ _ENTRY_POINTS = {
     "check_teacher": "megalite.extras.post_training.distillation:check_teacher",
     "teacher": "megalite.extras.post_training.distillation:Teacher",
     "distilled_terms": "megalite.extras.post_training.distillation:distilled_terms",
+    "preference_datasets": "megalite.extras.post_training.pairs:build_pair_datasets",
+    "preference_task": "megalite.extras.post_training.preference_task:PreferenceTask",
     "scheduled_mix": "megalite.extras.mixes.from_flags:ScheduledMix",
     "blend_change_notes": "megalite.extras.mixes.blend_changes:blend_change_notes",
     "unit_notes": "megalite.extras.mixes.units:unit_notes",

@@ -40,10 +40,13 @@ class DataConfig(TokenizerFlags):
     """Steps after which later phases of data-mix-schedule begin, separated by commas; the file must say the same."""
     data_cache_path: str | None = None
     """Directory of the sample indices; unset: `cache` in the directory of the data."""
+    preference_data: tuple[str, ...] = ()
+    """JSONL files of pairs of responses to a prompt, a chosen and a rejected one, instead of data-path."""
     sft: bool = False
     """Train on JSONL files of conversations; only answers count in the loss."""
     chat_template: str | None = None
-    """Jinja template of a conversation, or a file that contains it, for sft; unset: the tokenizer's."""
+    """Jinja template of a conversation, or a file that contains it, for sft and preference-data; unset: the
+    tokenizer's."""
     fim_data: bool = False
     """Rearrange documents for fill in the middle."""
     fim_rate: Share = 0.5
@@ -93,7 +96,7 @@ class DataConfig(TokenizerFlags):
     def divided(self) -> bool:
         """True if `split` divides one blend, or the sources of a mix, into training, validation and test."""
         is_mixed = self.data_mix_schedule is not None and not (self.valid_data_path or self.test_data_path)
-        return bool(self.data_path or self.data_args_path) or is_mixed
+        return bool(self.data_path or self.data_args_path or self.preference_data) or is_mixed
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
@@ -118,14 +121,14 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     mixed = data.data_mix_schedule is not None
     each = any((data.train_data_path, *(() if mixed else (data.valid_data_path, data.test_data_path))))
     one_blend = data.data_path, data.data_args_path, data.per_split_data_args_path
-    ways = sum(map(bool, (*one_blend, each, data.mock_data, mixed)))
+    ways = sum(map(bool, (*one_blend, each, data.mock_data, mixed, data.preference_data)))
     if ways == 0:
-        yield "there is no data: give --data-path, --data-mix-schedule or --mock-data"
+        yield "there is no data: give --data-path, --data-mix-schedule, --preference-data or --mock-data"
     elif ways > 1:
         yield (
             "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
             "(with --valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with "
-            "--valid-data-path and --test-data-path) and --mock-data"
+            "--valid-data-path and --test-data-path), --preference-data and --mock-data"
         )
     if each and not data.train_data_path:
         yield "--valid-data-path and --test-data-path need --train-data-path"
@@ -153,8 +156,8 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
     if data.data_mix_schedule is None:
         yield from needs(data, "allow_changed_sources", "--data-mix-schedule")
         yield from needs(data, "phase_transition_iterations", "--data-mix-schedule")
-    if not data.sft:
-        yield from needs(data, "chat_template", "--sft")
+    if not (data.sft or data.preference_data):
+        yield from needs(data, "chat_template", "--sft or --preference-data")
     if not data.fim_data:
         yield from needs(data, "fim_*", "--fim-data")
 

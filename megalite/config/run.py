@@ -19,6 +19,7 @@ from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogC
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import RecoveryConfig
 from megalite.config.reporting import ReportingConfig
 from megalite.config.synchronization import SynchronizationConfig
@@ -74,6 +75,8 @@ class RunConfig(TaskConfig):
     """Samples and tokenizer."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """A teacher, a larger model to learn from."""
+    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Training on pairs of responses."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

@@ -18,6 +18,7 @@ from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems
+from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import recovery_problems
 from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
@@ -114,6 +115,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
+        _preferences(config),
         validation_problems(data, training),
         _recompute(config),
         _watchdog(config),
@@ -153,6 +155,15 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def _preferences(config: RunConfig) -> Iterable[str]:
+    """Return a line for each relation of the options of preferences that does not hold."""
+    if not config.data.preference_data and config.preferences == PreferenceConfig():
+        return ()
+    from megalite.config.validate_preferences import preference_problems  # few runs have them
+
+    return preference_problems(config)
 
 
 def _elastic(config: RunConfig) -> Iterable[str]:

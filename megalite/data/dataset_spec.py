@@ -40,7 +40,7 @@ def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
         ConfigurationError: no data is given, or it is given in more than one way.
         DataError: a blend is not valid, or a file cannot be read.
     """
-    data_path: Sequence[str] = data.data_path
+    data_path: Sequence[str] = data.data_path or data.preference_data
     each: Sequence[Sequence[str]] = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_mix_schedule is not None and data.divided:
         # In proportion to the sizes of the files, whatever the weights of training are, which may change.

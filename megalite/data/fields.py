@@ -23,6 +23,8 @@ class SampleFields(TypedDict):
         padding: bool [sequence_length], true for the tokens that fill up a sample at its end. None: there are none.
         roles: int8 [sequence_length], the role of whose message the label is, among those with a weight and from 1 on;
             0: of none. Only conversations have them, and only if weights are given.
+        responses: int64 [sequence_length], the number of the response that the label is of; -1: of none. Only pairs of
+            responses have them.
     """
 
     tokens: np.ndarray
@@ -32,6 +34,7 @@ class SampleFields(TypedDict):
     document_ids: np.ndarray | None
     padding: np.ndarray | None
     roles: NotRequired[np.ndarray]
+    responses: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class MicroBatchLoader:
         sources = None
         if self.sources is not None:
             sources = np.array([self.sources.of(min(sample, len(self.dataset) - 1)) for sample in samples], np.int64)
-        return MicroBatchArrays(
+        arrays = MicroBatchArrays(
             tokens=tokens,
             labels=labels,
             loss_mask=np.stack([row["loss_mask"] for row in rows]),
@@ -140,6 +140,9 @@ class MicroBatchLoader:
             sources=sources,
             text_bytes=None if self.byte_lengths is None else self.byte_lengths[labels],
         )
+        if "responses" in rows[0]:
+            arrays["responses"] = np.stack([row["responses"] for row in rows])
+        return arrays
 
     def _row(self, sample: int) -> SampleFields:
         """Return a sample, or, behind the end of the dataset, the last one as padding."""

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -82,12 +83,17 @@ class ConversationFile:
         roles: int8, the role of each of them, from 1 on.
         has_roles: samples tell the roles of their labels.
         begins, ends: begin and end of each conversation in `tokens`.
+        kind: name of what the lines have, for the cache.
+        of_line: number of conversations in a line.
         places: number of places that each conversation takes in a sequence.
-        unanswered: number of conversations that have no label in an answer.
+        answered: bool, whether a conversation has a label in an answer.
+        unanswered: number of those that have none.
 
     Raises:
         DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
     """
+
+    kind, of_line = "conversations", 1
 
     def __init__(
         self,
@@ -103,7 +109,7 @@ class ConversationFile:
         self.path, self.sequence_length, self.seed, self.cache = path, sequence_length, seed, cache
         self.eod = tokenizer.eod
         self.description = {
-            "kind": "conversations",
+            "kind": self.kind,
             "version": 3,
             "file_sha256": _sha256(path),
             "tokenizer": tokenizer.identity(),
@@ -111,7 +117,9 @@ class ConversationFile:
         }
         if self.has_roles:
             self.description["roles"] = list(roles)
-        arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template, roles))
+        arrays = cache.get(
+            path, self.description, lambda: _read_conversations(path, tokenizer, template, roles, self.conversations)
+        )
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
         self.roles = arrays["roles"] if self.has_roles else np.ones(len(self.answers) // 2, np.int8)
         self.begins = np.concatenate([[0], self.ends[:-1]])
@@ -119,12 +127,18 @@ class ConversationFile:
         first_labels = self.begins + 1
         answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
         next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
-        self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
+        self.answered = next_answers < first_labels + self.places
+        self.unanswered = int(np.count_nonzero(~self.answered))
         if self.unanswered == len(self):
             raise DataError(
                 f"in {path} no answer begins within --seq-length {sequence_length}, so nothing would be learned: "
                 "increase it"
             )
+
+    @staticmethod
+    def conversations(record: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """Return the conversations of a line, always as many. Raises ValueError if it does not have them."""
+        return (record,)
 
     def __len__(self) -> int:
         """Return the number of conversations."""
@@ -244,12 +258,16 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        expected = "with --sft the data are JSONL files of conversations"
+        expected = "with --sft the data are JSONL files of conversations, with --preference-data of pairs"
         raise DataError(f"{path} cannot be read ({reason(error)}): {expected}") from error
 
 
 def _read_conversations(
-    path: str, tokenizer: Tokenizer, template: ChatTemplate | None, weighted: Sequence[str] = (ANSWERS,)
+    path: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    weighted: Sequence[str] = (ANSWERS,),
+    conversations: Callable[[dict[str, Any]], Sequence[dict[str, Any]]] = ConversationFile.conversations,
 ) -> Arrays:
     """Return the arrays "tokens", "answers", "roles" and "ends"; see the attributes of `ConversationFile`."""
     dtype = token_dtype(tokenizer.vocab_size)
@@ -260,28 +278,28 @@ def _read_conversations(
             if not line.strip():
                 continue
             try:
-                record = parse_record(line)
-                # A template itself writes what begins a conversation.
-                is_begun = template is not None and record.get("messages") is not None
-                ids, learned = _encoded(spans_of(record), tokenizer, weighted, () if is_begun else beginning())
-                if len(ids) < 2:
-                    raise ValueError("it has no text")
-                if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-                    raise ValueError(
-                        f"it has tokens from {min(ids)} to {max(ids)}, but the tokenizer says that it has "
-                        f"{tokenizer.vocab_size}: its file is damaged"
-                    )
+                for record in conversations(parse_record(line)):
+                    # A template itself writes what begins a conversation.
+                    is_begun = template is not None and record.get("messages") is not None
+                    ids, learned = _encoded(spans_of(record), tokenizer, weighted, () if is_begun else beginning())
+                    if len(ids) < 2:
+                        raise ValueError("it has no text")
+                    if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+                        raise ValueError(
+                            f"it has tokens from {min(ids)} to {max(ids)}, but the tokenizer says that it has "
+                            f"{tokenizer.vocab_size}: its file is damaged"
+                        )
+                    roles.update(message["role"] for message in record.get("messages") or ())
+                    begin = ends[-1] if ends else 0
+                    padded = np.concatenate([[0], learned, [0]])
+                    borders = np.flatnonzero(padded[1:] != padded[:-1])  # of which one can be an end and a beginning
+                    begins, stops = borders[padded[borders + 1] > 0], borders[padded[borders] > 0]
+                    answers.frombytes((begin + np.stack([begins, stops], axis=1)).astype(np.int64).tobytes())
+                    of_answers += learned[begins].tobytes()
+                    tokens += np.asarray(ids, dtype).tobytes()
+                    ends.append(begin + len(ids))
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is not a conversation: {error}") from error
-            roles.update(message["role"] for message in record.get("messages") or ())
-            begin = ends[-1] if ends else 0
-            padded = np.concatenate([[0], learned, [0]])
-            borders = np.flatnonzero(padded[1:] != padded[:-1])  # of which one can be an end and a beginning
-            begins, stops = borders[padded[borders + 1] > 0], borders[padded[borders] > 0]
-            answers.frombytes((begin + np.stack([begins, stops], axis=1)).astype(np.int64).tobytes())
-            of_answers += learned[begins].tobytes()
-            tokens += np.asarray(ids, dtype).tobytes()
-            ends.append(begin + len(ids))
     if not ends:
         raise DataError(f"{path} has no conversations: with --sft the data are JSONL files of them")
     if not answers:

@@ -339,7 +339,8 @@ class TrainingLoop:
             lines[part if is_part else ""][base if is_part else figure] = mean
         self._tell_empty()
         for part, figures in lines.items():
-            of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(figures["loss"])}
+            is_of_tokens = task.tokens_per_sample is not None and task.has_perplexity
+            of_tokens = {"perplexity": perplexity(figures["loss"])} if is_of_tokens else {}
             of = f" of {part}" if part else ""
             self.display.evaluation(f"{name}{of}", self.trainer.iteration, {**figures, **of_tokens})
         return loss, others

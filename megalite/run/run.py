@@ -107,6 +107,8 @@ class Run:
                 self._synchronization = make_synchronization(config, mesh)
                 self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
+                if self.trainer is not None:
+                    self.task.begin(self.trainer)
                 if self.copies is not None and self.trainer is not None:
                     self.copies.begin(self.trainer)
                     self._notes += self.copies.notes

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Loader:
+class TokenLoader:
     """Loader of a rank's micro-batches: those of `arrays`, cut for this rank, on the device."""
 
     arrays: MicroBatchLoader
@@ -57,7 +57,7 @@ class _Loader:
     def micro_batches(self, consumed_samples: int, deal: Deal) -> list[MicroBatch]:
         return self.cut(self.arrays.micro_batches(consumed_samples, deal))
 
-    def __enter__(self) -> _Loader:
+    def __enter__(self) -> TokenLoader:
         self.arrays.__enter__()
         return self
 
@@ -107,11 +107,11 @@ class GPTTask(GPTNetworkTask):
 
     # ------------------------------------------------------------------------------------------------ the data
 
-    def train_loader(self) -> _Loader:
+    def train_loader(self) -> TokenLoader:
         train = self._loader(self.data.train, self.data.sources, trains=True)
         return replace(train, length=len(self.data.train))
 
-    def evaluation_loader(self, *, test: bool) -> _Loader:
+    def evaluation_loader(self, *, test: bool) -> TokenLoader:
         dataset = self.data.test if test else self.data.valid
         assert dataset is not None
         sources = self.data.test_sources if test else self.data.valid_sources
@@ -133,7 +133,7 @@ class GPTTask(GPTNetworkTask):
 
     def _loader(
         self, dataset: Dataset[SampleFields], sources: Sources | None, *, trains: bool = False, whole: bool = False
-    ) -> _Loader:
+    ) -> TokenLoader:
         """Return a loader, of training data or for evaluations.
 
         `whole`: all samples are asked for, the last ones in micro-batches that are filled up.
@@ -149,7 +149,7 @@ class GPTTask(GPTNetworkTask):
         def cut(fields: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
             return to_micro_batches(fields, seed, self.dtype, self.mesh.device, self.cutting, len(names))
 
-        return _Loader(arrays, cut, len(dataset) if whole else None, terms)
+        return TokenLoader(arrays, cut, len(dataset) if whole else None, terms)
 
     @cached_property
     def _byte_lengths(self) -> np.ndarray | None:

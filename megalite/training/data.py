@@ -238,9 +238,14 @@ def open_datasets(
         of_others = build_token_datasets(data, samples._replace(train=0), seed, tokenizer, verification)
         mixed = of_others._replace(train=mix)
         return _with_fields(data, seed, tokenizer, mixed), mixed[:3]
+    if data.preference_data:
+        pairs: Datasets[SampleFields] = entry_point("preference_datasets")(
+            data, samples, seed, tokenizer, chat_template(data)
+        )
+        return pairs, (None, None, None)
     if data.sft and not data.mock_data:
         roles = weighted_roles(loss_weights(data.loss_weights))
-        conversations = build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data), roles)
+        conversations = build_sft_datasets(data, samples, seed, tokenizer, chat_template(data), roles)
         return conversations, conversations[:3]
     if data.mock_data:
         tokens = build_mock_datasets(data, samples, seed, tokenizer)
@@ -268,7 +273,7 @@ def _sources(taken: object, tokens_per_sample: int) -> SourceTokens | None:
     return SourceTokens(taken.dataset_index, taken.prefixes, tokens_per_sample)
 
 
-def _chat_template(data: DataConfig) -> ChatTemplate | None:
+def chat_template(data: DataConfig) -> ChatTemplate | None:
     """Return the chat template from the flags, or the tokenizer's own.
 
     Only a Hugging Face tokenizer has its own template, and reads special tokens in one.

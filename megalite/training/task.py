@@ -56,6 +56,7 @@ class Summarized(Protocol):
     directory: AnyPath | None
     chunks: Sequence[StageModule]
     optimizer: Optimizer
+    engine: PipelineEngine[Any]
     schedules: ProvedSchedules
     shares: Shares
     iterations: int
@@ -80,6 +81,7 @@ class Task(ABC):
         has_test: True if it has data for an evaluation after the last step.
         full_validation: an evaluation between steps reads all samples of its data, which have an end.
         tokens_per_sample: None if samples do not consist of tokens.
+        has_perplexity: the loss of tokens is a mean over them.
         optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
             name of its own.
         factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
@@ -101,6 +103,7 @@ class Task(ABC):
     has_test: bool = False
     full_validation: bool = False
     tokens_per_sample: int | None = None
+    has_perplexity: bool = True
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
     factors: Mapping[str, Factor] = MappingProxyType({})
     offloading: ActivationOffload | None = None
@@ -170,6 +173,10 @@ class Task(ABC):
     def evaluation_loaders(self, *, test: bool) -> Mapping[str, Loader[Any]]:
         """Return loaders of the sets of the validation data or of the test data, by name; a single one has no name."""
         return {"": self.evaluation_loader(test=test)}
+
+    def begin(self, trainer: Summarized) -> None:
+        """Prepare what steps need beside the network, once it has its values. Called by all ranks together."""
+        return
 
     def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:
         """Return the micro-batches of the step that begins. Called by all ranks together."""

@@ -21,7 +21,7 @@ from tests.extras.chaos import test_chaos
 from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
 from tests.extras.mixes.mixed_run import WHERE, MixedRun, write_files
-from tests.extras.post_training import test_distillation
+from tests.extras.post_training import test_distillation, test_preferences
 from tests.extras.post_training.distillation_run import distilled_steps
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
@@ -116,6 +116,11 @@ def test_a_teacher_is_split_as_the_network(rank_pools: RankPools, tmp_path: Path
     _, means = test_distillation.expected(student.alone(), test_distillation.FEW)
     for (rank,) in on_ranks(rank_pools, 2, distilled_steps, [student], tmp_path / "teacher", test_distillation.FEW):
         assert rank.means == pytest.approx(means, rel=1e-10)
+
+
+def test_pairs_of_responses_are_trained_on(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    test_preferences.write_base(tmp_path)
+    test_preferences.test_steps_equal_an_independent_loop_in_float64("dpo", tmp_path, spawn, tmp_path)
 
 
 def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
 TWO_WAYS = (
     "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
     "--valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with --valid-data-path "
-    "and --test-data-path) and --mock-data"
+    "and --test-data-path), --preference-data and --mock-data"
 )
 WITHOUT_DATA = VALID.replace("--data-path text_document", "")
 
@@ -481,7 +481,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--eod-mask-loss --sft",
             "--eod-mask-loss is for token files: with --sft only answers have a loss",
         ),
-        ("--chat-template a", "--chat-template needs --sft"),
+        ("--chat-template a", "--chat-template needs --sft or --preference-data"),
         ("--fim-rate 0.3", "--fim-rate needs --fim-data"),
         ("--fim-pad-token <pad>", "--fim-pad-token needs --fim-data"),
         ("--fim-data --fim-spm-rate 1.5", "--fim-spm-rate 1.5: must be from 0 to 1"),
@@ -1249,7 +1249,9 @@ def test_where_nothing_is_aligned_it_is_told(flags: str, why: str) -> None:
 
 def test_neither_length_nor_data_is_a_problem_each() -> None:
     assert problems("", base=WITHOUT_LENGTH) == ["give the length as --train-iters or as --train-samples"]
-    assert problems("", base=WITHOUT_DATA) == ["there is no data: give --data-path, --data-mix-schedule or --mock-data"]
+    assert problems("", base=WITHOUT_DATA) == [
+        "there is no data: give --data-path, --data-mix-schedule, --preference-data or --mock-data"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def _of_dataset(dataset: Any, sample: int) -> str:
         return _named("document", documents(dataset, sample), dataset.indexed.prefix)
     if isinstance(dataset, SFTDataset):
         conversations = dataset.order[dataset.starts[sample] : dataset.starts[sample + 1]]
-        return _named("conversation", conversations.tolist(), dataset.file.path)
+        lines = dict.fromkeys((conversations // dataset.file.of_line).tolist())
+        return _named("conversation", list(lines), dataset.file.path)
     return ""
 
 

@@ -108,7 +108,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer, position: int, seen: Seen 
     None if these are not token files, each of them once, or if their blend has not the samples in `seen`. Raises
     MegaliteError if the data cannot be opened.
     """
-    if config.data.mock_data or config.data.sft or config.data.data_mix_schedule is not None:
+    if config.data.mock_data or config.data.sft or config.data.preference_data or config.data.data_mix_schedule:
         return None
     samples = Samples(training_samples(config), 0, 0)
     opened, (taken, *_) = open_datasets(config, tokenizer, samples, Verification(reads=False))

@@ -74,10 +74,15 @@ class FrozenNetwork:
         )
 
     def log_probabilities(
-        self, actions: Iterable[Action], micro_batches: Sequence[MicroBatch], *, entropies: bool = False
+        self,
+        actions: Iterable[Action],
+        micro_batches: Sequence[MicroBatch],
+        *,
+        entropies: bool = False,
+        parts: bool = False,
     ) -> list[TokenOutputs]:
         """Return the network's outputs for each micro-batch, as the function `log_probabilities` does."""
-        return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies)
+        return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies, parts=parts)
 
 
 def _with_width(spec: TensorSpec, width: int) -> TensorSpec:
