@@ -309,15 +309,17 @@ class Adaptable(nn.Module):
 
     Attributes:
         update: what adapters add to the output; None if there are none.
+        splits_output: True if a sum over the ranks of the layer leaves each with a part of the tokens.
         a: A of all adapted matrices, one below the other.
         b: B for each adapted weight, by the rows of the weight.
-        magnitudes: those of DoRA for each adapted weight.
+        magnitudes: those of DoRA for each adapted weight; empty without it.
     """
 
     update: Update | None = None
+    splits_output = False
     a: Parameter
     b: Sequence[Parameter]
-    magnitudes: Sequence[Parameter] = ()
+    magnitudes: Sequence[Parameter]
     _dropout: float = 0.0
 
     def weights_to_adapt(self) -> list[Parameter]:
@@ -349,8 +351,10 @@ class Adaptable(nn.Module):
                     continue
                 matrix.check(rank)
                 of_a.setdefault(matrix.name, matrix.a(rank).place(piece, like, with_a))
-                placed = matrix.b(rank).place(piece, like, with_b)
-                found.append((placed, matrix.magnitude().place(piece, like, with_b)))
+                placed, lengths = (each.place(piece, like, with_b) for each in (matrix.b(rank), matrix.magnitude()))
+                if with_b is not None:  # lengths are applied behind the sum over the ranks
+                    lengths = replace(lengths, grad_is_partial=self.splits_output)
+                found.append((placed, lengths))
                 inner, rows = chosen.index(matrix) * rank, placed.local_shape[0]
                 terms.append(
                     Term(
@@ -376,8 +380,7 @@ class Adaptable(nn.Module):
 
         self.a = parameter(stacked([of_a[matrix.name] for matrix in chosen]))
         self.b = nn.ParameterList(parameter(b) for b, _ in adapters)
-        if config.use_dora:
-            self.magnitudes = nn.ParameterList(parameter(magnitude) for _, magnitude in adapters)
+        self.magnitudes = nn.ParameterList(parameter(each) for _, each in adapters if config.use_dora)
         return [matrix.name for matrix in chosen]
 
     def adapted(

@@ -357,5 +357,9 @@ class RowParallelLinear(Adaptable):
     def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
         return None, self.group
 
+    @property
+    def splits_output(self) -> bool:  # type: ignore[override]
+        return self.sequence_parallel
+
     def rows_of_input(self, places: Places) -> Runs:
         return places.layout.part(0, 1)
