@@ -52,6 +52,8 @@ class OpenedModel:
     """True if the weights are in that folder, too."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as on weights that were left out."""
+    path: str | None = None
+    """Folder from which it was opened, as checkpoints of adapters name it."""
 
     def without_depths(self) -> OpenedModel:
         """Return the network that predicts the next token alone, with a note if weights are left out."""

@@ -330,13 +330,17 @@ class Adaptable(nn.Module):
         """Return the ranks that have all of A, and of B, with partial gradients; None: it is placed as the weight."""
         raise NotImplementedError
 
+    def matrices(self) -> list[Matrix]:
+        """Return the matrices of the layer that can have adapters."""
+        pieces = (piece for weight in self.weights_to_adapt() for piece in weight.sharding.pieces)
+        tensors = {piece.tensor.name: piece.tensor for piece in pieces}
+        return [matrix for tensor in tensors.values() for matrix in matrices_of(tensor)]
+
     def adapt(self, config: AdaptersConfig) -> list[str]:
         """Give adapters to the matrices that the configuration names, and return their names."""
         assert config.lora_rank is not None
         rank, weights = config.lora_rank, self.weights_to_adapt()
-        tensors = {piece.tensor.name: piece.tensor for weight in weights for piece in weight.sharding.pieces}
-        every = [matrix for tensor in tensors.values() for matrix in matrices_of(tensor)]
-        chosen = [matrix for matrix in every if is_target(matrix.name, config.lora_target_modules)]
+        chosen = [matrix for matrix in self.matrices() if is_target(matrix.name, config.lora_target_modules)]
         if not chosen:
             return []
         with_a, with_b = self.ranks_of_factors()
@@ -429,5 +433,34 @@ def add_adapters(network: nn.Module, config: AdaptersConfig) -> list[str]:
         The names of these matrices.
     """
     network.requires_grad_(False)
-    layers = [module for module in network.modules() if isinstance(module, Adaptable)]
-    return [name for layer in layers for name in layer.adapt(config)]
+    return [name for layer in _adaptable(network) for name in layer.adapt(config)]
+
+
+def adaptable_matrices(network: nn.Module) -> list[Matrix]:
+    """Return the matrices of a network that can have adapters."""
+    return [matrix for layer in _adaptable(network) for matrix in layer.matrices()]
+
+
+def _adaptable(network: nn.Module) -> list[Adaptable]:
+    return [module for module in network.modules() if isinstance(module, Adaptable)]
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose tensors all have names that match a pattern."""
+    for parameter in network.parameters():
+        if isinstance(parameter, Parameter) and parameter.requires_grad:
+            names = [piece.tensor.name for piece in parameter.sharding.pieces]
+            parameter.requires_grad_(not all(is_frozen(name, patterns) for name in names))
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether `--freeze` has a weight of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def train_a_part(network: nn.Module, config: AdaptersConfig) -> None:
+    """Add the adapters that a configuration asks for, or freeze the weights that it names."""
+    if config.lora_rank is not None:
+        add_adapters(network, config)
+    elif config.freeze:
+        freeze(network, config.freeze)

@@ -19,6 +19,7 @@ from megalite.model.prediction import further_terms
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks import summary
+from megalite.tasks.adapters import check_names
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
 from megalite.tasks.gpt_network import GPTNetworkTask
@@ -62,6 +63,7 @@ class GPTTask(GPTNetworkTask):
         self.dtype = builder.model_dtype(config)
         model = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
         self.model, self._dispatcher_notes = with_dispatcher(model, self.dtype, mesh)
+        check_names(self.model, config.adapters)
         self.batch_size = global_batch_size(config)
         self.hidden_size = model.hidden_size
         self.has_validation, self.has_test = data.valid is not None, data.test is not None

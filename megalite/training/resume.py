@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,15 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
 
 
 def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:
-    """Open the `model` of a `ResumePoint`. Raises CheckpointError. `compare`: as for `open_huggingface`."""
-    if has_file(path / "manifest.json"):
-        return open_megalite(path, torch.float32)
-    return open_huggingface(Path(str(path)), compare=compare)
+    """Open the `model` of a `ResumePoint`, or the folder that a checkpoint of adapters names as their base.
+
+    Raises CheckpointError. `compare`: as for `open_huggingface`.
+    """
+    if has_file(path / "config.json") and not has_file(path / "manifest.json"):
+        opened = open_huggingface(Path(str(path)), compare=compare)
+    else:
+        opened = open_megalite(path, torch.float32)
+    return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))
 
 
 def _refuse_other_folders(load: str) -> None:

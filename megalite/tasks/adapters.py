@@ -1,0 +1,147 @@
+"""Runs that train a part of a GPT: adapters beside a base that another folder has, or all weights but frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint import Candidates
+from megalite.config import CheckpointConfig, ModelConfig
+from megalite.config.adapters import AdaptersConfig
+from megalite.conversion.opened import OpenedModel
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.model.gpt import GPT
+from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.parallel.sharding import LogicalTensor
+from megalite.storage import AnyPath, open_directory
+from megalite.training.fingerprint import BASE
+from megalite.training.resume import ResumePoint, open_initial_model
+
+_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora freeze"
+"""Fields on which the function of a checkpoint depends, or what it has."""
+
+
+def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
+    """Raise ConfigurationError for a name that the network does not have, or for what cannot be adapted or frozen."""
+    if adapters.lora_rank is None and not adapters.freeze:
+        return
+    network = GPT(model, ParallelMesh(device=torch.device("meta")))
+    if adapters.lora_rank is not None:
+        matrices = adaptable_matrices(network)
+        for target in adapters.lora_target_modules:
+            chosen = [matrix for matrix in matrices if is_target(matrix.name, [target])]
+            if not chosen:
+                there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
+                raise ConfigurationError(
+                    f"--lora-target-modules {target}: no matrix of this network has this name; it has "
+                    f"{', '.join(there)}, such as {matrices[0].name}"
+                )
+            for matrix in chosen:
+                matrix.check(adapters.lora_rank)
+    if adapters.freeze:
+        tensors = {piece.tensor.name: piece.tensor for _, piece in named_pieces(network)}
+        problems = list(_freeze_problems(tensors, adapters.freeze))
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+
+
+def _freeze_problems(tensors: Mapping[str, LogicalTensor], patterns: tuple[str, ...]) -> Iterator[str]:
+    for pattern in patterns:
+        if not any(is_frozen(name, [pattern]) for name in tensors):
+            begins = dict.fromkeys(name.partition(".")[0] for name in tensors)
+            yield (
+                f"--freeze {pattern}: no weight of this network has such a name; names begin with {', '.join(begins)}, "
+                f"such as {next(name for name in tensors if 'layers' in name or len(begins) == 1)}"
+            )
+    frozen = {name for name in tensors if is_frozen(name, patterns)}
+    if len(frozen) == len(tensors):
+        yield "--freeze names all weights: leave some to train"
+    for name, tensor in tensors.items():
+        others = [each for each, other in tensors.items() if tensor.fused and other.fused == tensor.fused]
+        if name in frozen and (trained := [other for other in others if other not in frozen]):
+            yield f"--freeze has {name}, and not {trained[0]}, with which it is one tensor in memory: name both"
+
+
+def saved_adapters(path: AnyPath, config: Mapping[str, Any]) -> AdaptersConfig:
+    """Return the options of the run that saved the checkpoint at `path` with this configuration."""
+    return checkpoint.saved_section(path, config, AdaptersConfig)
+
+
+def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+    """Raise CheckpointError if a checkpoint has adapters that this run has not, or others."""
+    saved = saved_adapters(path, config)
+    if saved.lora_rank is None:
+        return
+    if own.lora_rank is None:
+        raise CheckpointError(
+            f"{path} has adapters alone: give --lora-rank {saved.lora_rank} and the other flags of its run to train "
+            "them on, or merge them into their base (tools/checkpoint/convert.py) and load that"
+        )
+    different = [
+        f"--{name.replace('_', '-')}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
+        for name in _SAME.split()
+        if getattr(saved, name) != getattr(own, name)
+    ]
+    if different:
+        raise CheckpointError("\n  ".join([f"{path} has other adapters than this run:", *different]))
+
+
+def check_same_trained(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+    """Raise CheckpointError if the run that saved a checkpoint has frozen other weights."""
+    saved = saved_adapters(path, config)
+    if saved.freeze != own.freeze:
+        raise CheckpointError(
+            f"{path} is of a run that trained other weights, and its optimizer state is not of those of this one: "
+            f"--freeze {' '.join(saved.freeze) or 'nothing'}, here {' '.join(own.freeze) or 'nothing'}. Give "
+            "--no-load-optim to go on with new state, --finetune to begin at step 0"
+        )
+
+
+def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
+    """Return where a run with adapters starts: from adapters, or from the weights that it adapts.
+
+    Raises CheckpointError, the same on all ranks, if --save has checkpoints of a run without adapters.
+    """
+    paths = found.candidates.paths
+    if not paths:
+        return found
+    with raise_on_all_ranks(mesh, None):
+        _, saved, _ = checkpoint.newest_whole(paths, lambda path: saved_adapters(path, checkpoint.read_config(path)))
+        if saved.lora_rank is not None:
+            return found
+        if settings.save is not None and paths[0].parent == open_directory(settings.save):
+            raise ConfigurationError(
+                f"--save {settings.save} has {paths[0].name} of a run without adapters: give --load {settings.save} "
+                "and another --save"
+            )
+    return replace(found, candidates=Candidates(notes=found.candidates.notes), model=paths[0])
+
+
+def open_base(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
+    """Open the base of the adapters in the checkpoint at `path`: --load if it is another folder, else what it names.
+
+    Returns None if the base was no folder: the initial weights. Raises CheckpointError.
+    """
+    place = config.get(BASE, {}).get("path")
+    if settings.load is not None and open_directory(settings.load) != path.parent:
+        place = settings.load
+    if place is None:
+        return None
+    if not isinstance(place, str):
+        raise CheckpointError(f"{path} names no folder of its base: give --load BASE")
+    try:
+        return open_initial_model(open_directory(place))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path} has adapters of the model in {place}, which cannot be read: give --load BASE --save "
+            f"{path.parent} --resume auto if it is elsewhere now. {error}"
+        ) from error
+
+
