@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.atomic_files import writing
-from megalite.checkpoint import Contents, Plan, TrainingState
-from megalite.checkpoint.compatibility import model_config, saved_section
+from megalite.checkpoint import Contents, Plan, TrainingState, manifest
+from megalite.checkpoint.compatibility import check_same_function, model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.checkpoint.fingerprint import BASE, fingerprint_of
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.tensors import Source
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
-from megalite.conversion.huggingface import copy_companions, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, Renamed, kept_in_fp32, logical_tensors, states_of_training
+from megalite.conversion.adapters import Adapters
+from megalite.conversion.huggingface import copy_companions, open_huggingface, tokenizer_folder
+from megalite.conversion.opened import (
+    OpenedModel,
+    Renamed,
+    kept_in_fp32,
+    logical_tensors,
+    states_of_training,
+    tensors_of_training,
+)
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel
@@ -42,8 +53,17 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
+def open_folder(path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True) -> OpenedModel:
+    """Open a checkpoint, as `open_megalite`, or a Hugging Face folder, as `open_huggingface`. Raises CheckpointError."""
+    if (path / "config.json").is_file() and not (path / manifest.NAME).is_file():
+        opened = open_huggingface(Path(str(path)), compare=compare)
+    else:
+        opened = open_megalite(path, dtype)
+    return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))
+
+
 def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedModel:
-    """Open the checkpoint in a folder, or the latest checkpoint of a run directory.
+    """Open the checkpoint in a folder, or the latest checkpoint of a run directory. Adapters are merged.
 
     `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from
     the optimizer's master weights, if these are saved. Raises CheckpointError if no checkpoint can be read.
@@ -66,15 +86,63 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
     data = saved_section(reader.path, config, DataConfig)
     tokenizer = {each.name: value for each in fields(TokenizerFlags) if (value := getattr(data, each.name))}
+    source: Source = Renamed(reader, names)
+    adapters = saved_section(reader.path, config, AdaptersConfig)
+    merged = None
+    if adapters.lora_rank is not None:
+        base = open_base(reader.path, config)
+        check_same_function(base.what, base.config, model)
+        merged = Adapters(adapters, base.source, source, tensors_of_training(model), base.path)
+        source = merged.merged()
     return OpenedModel(
         f"megalite, {reader.path}",
         model,
-        Renamed(reader, names),
+        source,
         tokenizer,
         data.seq_length,
         tokenizer_folder(tokenizer.get("tokenizer_model")),
         data.eos_token_ids,
+        adapters=merged,
     )
+
+
+def open_base(
+    path: AnyPath, config: Mapping[str, Any], elsewhere: str | None = None, *, verify: bool = True
+) -> OpenedModel:
+    """Open the base of the adapters in the checkpoint at `path`, whose configuration names it.
+
+    Raises CheckpointError if it cannot be opened, or has other weights.
+
+    Args:
+        elsewhere: where it may be, if it is not in its old place.
+        verify: read all of its weights, and compare their fingerprint.
+    """
+    named = config.get(BASE, {})
+    places = [place for place in (named.get("path"), elsewhere) if isinstance(place, str)]
+    opened, problems = None, []
+    for place in places:
+        try:
+            opened = open_folder(open_directory(place), torch.float32)
+            break
+        except CheckpointError as error:
+            problems.append(str(error))
+    if opened is None:
+        why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
+        raise CheckpointError(f"{path} has adapters of a base that cannot be opened (--load BASE names another): {why}")
+    if not verify:
+        return opened
+    training, precise = saved_section(path, config, TrainingConfig), kept_in_fp32(opened.config)
+    dtype = getattr(torch, training.dtype)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32) if name in precise else dtype
+
+    names = [name for name in opened.source.tensors if not name.startswith(STATE)]
+    if fingerprint_of(opened.source, names, dtype_of) != named.get("fingerprint"):
+        raise CheckpointError(
+            f"{path} has adapters of other weights than {opened.what} has now: bring these back"
+        )
+    return opened
 
 
 def write_megalite(

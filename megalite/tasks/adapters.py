@@ -12,6 +12,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
+from megalite.conversion.native import open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -21,8 +22,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.storage import AnyPath, open_directory
-from megalite.training.fingerprint import BASE
-from megalite.training.resume import ResumePoint, open_initial_model
+from megalite.checkpoint.fingerprint import BASE
+from megalite.training.resume import ResumePoint
 
 _SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora freeze"
 """Fields on which the function of a checkpoint depends, or what it has."""
@@ -124,24 +125,11 @@ def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: Para
     return replace(found, candidates=Candidates(notes=found.candidates.notes), model=paths[0])
 
 
-def open_base(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
-    """Open the base of the adapters in the checkpoint at `path`: --load if it is another folder, else what it names.
+def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
+    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: the one that it names, or --load.
 
-    Returns None if the base was no folder: the initial weights. Raises CheckpointError.
+    Raises CheckpointError if it is neither.
     """
-    place = config.get(BASE, {}).get("path")
-    if settings.load is not None and open_directory(settings.load) != path.parent:
-        place = settings.load
-    if place is None:
+    if config.get(BASE, {}).get("path") is None:  # the initial weights
         return None
-    if not isinstance(place, str):
-        raise CheckpointError(f"{path} names no folder of its base: give --load BASE")
-    try:
-        return open_initial_model(open_directory(place))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{path} has adapters of the model in {place}, which cannot be read: give --load BASE --save "
-            f"{path.parent} --resume auto if it is elsewhere now. {error}"
-        ) from error
-
-
+    return open_base(path, config, settings.load, verify=False)  # the trainer compares what all ranks have loaded

@@ -30,7 +30,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-from megalite.tasks.adapters import check_adapters, check_same_trained, open_base, start_of_adapters
+from megalite.tasks.adapters import base_of, check_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
@@ -82,7 +82,7 @@ class GPTNetworkTask(Task):
         return found if self.saves_frozen else start_of_adapters(found, self.config.checkpoint, self.mesh)
 
     def open_base(self, path: AnyPath, described: Manifest) -> OpenedModel | None:
-        return None if self.saves_frozen else open_base(path, described.config, self.config.checkpoint)
+        return None if self.saves_frozen else base_of(path, described.config, self.config.checkpoint)
 
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)

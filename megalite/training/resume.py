@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
-from megalite.conversion.huggingface import open_huggingface
-from megalite.conversion.native import open_megalite
+from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import has_file
@@ -93,15 +92,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
 
 
 def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:
-    """Open the `model` of a `ResumePoint`, or the folder that a checkpoint of adapters names as their base.
-
-    Raises CheckpointError. `compare`: as for `open_huggingface`.
-    """
-    if has_file(path / "config.json") and not has_file(path / "manifest.json"):
-        opened = open_huggingface(Path(str(path)), compare=compare)
-    else:
-        opened = open_megalite(path, torch.float32)
-    return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))
+    """Open the `model` of a `ResumePoint`. Raises CheckpointError. `compare`: as for `open_huggingface`."""
+    return open_folder(path, torch.float32, compare=compare)
 
 
 def _refuse_other_folders(load: str) -> None:

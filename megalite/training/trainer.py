@@ -39,7 +39,7 @@ from megalite.training.data import last_iteration
 from megalite.training.display import Display
 from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
-from megalite.training.fingerprint import BASE, fingerprint
+from megalite.checkpoint.fingerprint import BASE, fingerprint
 from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.left_out import LEFT_OUT, left_out_of
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
@@ -483,8 +483,8 @@ class Trainer:
         theirs, ours = described.config.get(BASE, {}), fingerprint(self.optimizer, self.mesh)
         if theirs.get("fingerprint") != ours:
             raise CheckpointError(
-                f"{path} has adapters of other weights than those of {self._base.get('path') or 'the seed'} in this "
-                f"precision: its base was {theirs.get('path') or 'of the seed'}; give it as --load"
+                f"{path} has adapters of other weights than {self._base.get('path') or 'the seed'} gives now in this "
+                "precision: give the precision and the base of its run"
             )
         self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
 
