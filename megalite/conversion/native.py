@@ -24,6 +24,7 @@ from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
+from megalite.conversion import peft
 from megalite.conversion.adapters import Adapters
 from megalite.conversion.huggingface import copy_companions, open_huggingface, tokenizer_folder
 from megalite.conversion.opened import (
@@ -54,7 +55,12 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 
 
 def open_folder(path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True) -> OpenedModel:
-    """Open a checkpoint, as `open_megalite`, or a Hugging Face folder, as `open_huggingface`. Raises CheckpointError."""
+    """Open a checkpoint, as `open_megalite`, a Hugging Face folder, as `open_huggingface`, or one of PEFT, with the base
+    that it names. Raises CheckpointError.
+    """
+    if (path / peft.CONFIG).is_file() and not (path / "config.json").is_file():
+        folder = Path(str(path))
+        return peft.open_peft(folder, open_folder(peft.base_folder(folder), dtype, compare=compare))
     if (path / "config.json").is_file() and not (path / manifest.NAME).is_file():
         opened = open_huggingface(Path(str(path)), compare=compare)
     else:

@@ -13,8 +13,9 @@ from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingC
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion import peft
 from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
-from megalite.conversion.native import open_megalite
+from megalite.conversion.native import open_folder, open_megalite
 from megalite.conversion.opened import OpenedModel, in_checkpoint, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
@@ -51,7 +52,9 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
-        opened = open_huggingface(Path(str(directory)), depths=False)
+        folder = Path(str(directory))
+        opened = open_folder(folder) if (folder / peft.CONFIG).is_file() else open_huggingface(folder, depths=False)
+        opened = opened.without_depths()
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)

@@ -12,6 +12,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
+from megalite.config.fields import flag_of
 from megalite.conversion.native import open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
@@ -25,8 +26,8 @@ from megalite.storage import AnyPath, open_directory
 from megalite.checkpoint.fingerprint import BASE
 from megalite.training.resume import ResumePoint
 
-_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora freeze"
-"""Fields on which the function of a checkpoint depends, or what it has."""
+_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora"
+"""Fields on which the function of adapters depends."""
 
 
 def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
@@ -85,13 +86,18 @@ def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig
             f"{path} has adapters alone: give --lora-rank {saved.lora_rank} and the other flags of its run to train "
             "them on, or merge them into their base (tools/checkpoint/convert.py) and load that"
         )
+    check_same_adapters(str(path), saved, own)
+
+
+def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig) -> None:
+    """Raise CheckpointError if the adapters of `what` have other options than this run's."""
     different = [
-        f"--{name.replace('_', '-')}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
+        f"{flag_of(name)}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
         for name in _SAME.split()
         if getattr(saved, name) != getattr(own, name)
     ]
     if different:
-        raise CheckpointError("\n  ".join([f"{path} has other adapters than this run:", *different]))
+        raise CheckpointError("\n  ".join([f"{what} has other adapters than this run:", *different]))
 
 
 def check_same_trained(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:

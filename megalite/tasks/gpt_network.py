@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-from megalite.tasks.adapters import base_of, check_adapters, check_same_trained, start_of_adapters
+from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
@@ -166,6 +167,9 @@ class GPTNetworkTask(Task):
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)
+        if opened.adapters is not None and not self.saves_frozen:
+            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters)
+            opened = replace(opened, source=opened.adapters.joined())
         if self.config.checkpoint.resize_vocabulary:
             from megalite.conversion.vocabulary import with_more_tokens
 
@@ -179,7 +183,7 @@ class GPTNetworkTask(Task):
     def check_weights(self, opened: OpenedModel) -> set[str]:
         self._check_function(opened.what, opened.config)
         fresh = states_of_training(self.model).union(*self._replaced(opened.config)[:1])
-        return fresh if self.saves_frozen else fresh | self._names(trained=True)
+        return fresh if self.saves_frozen else fresh | (self._names(trained=True) - opened.source.tensors.keys())
 
     def _names(self, *, trained: bool) -> set[str]:
         """Return the names of the weights of this rank that are trained, or of those that are frozen."""

@@ -132,7 +132,10 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         tokenizer = {} if tokenizer_type else opened.data
-        return {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
+        found: Sections = {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
+        if opened.adapters is not None:
+            found["adapters"] = asdict(opened.adapters.config)
+        return found
     if not paths:
         if settings.use_checkpoint_args:
             raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
