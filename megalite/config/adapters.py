@@ -38,7 +38,7 @@ class AdaptersConfig:
     use_dora: bool = False
     """Train the length of each row of adapted matrices apart from its direction (DoRA)."""
     freeze: tuple[str, ...] = ()
-    """Weights that are not trained, by patterns of their names in checkpoints, such as "embedding.*" "layers.[0-7].*"."""
+    """Weights that are not trained, by patterns of their names in checkpoints: "embedding.*" "layers.[0-7].*"."""
 
     @property
     def lora_scale(self) -> float:

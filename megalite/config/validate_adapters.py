@@ -32,7 +32,7 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:
         yield "--lora-rank leaves the biases of routers as they are: give --moe-router-bias-update-rate 0"
     if model.balances_by_quantiles:
-        yield "--lora-rank leaves routers as they are, which --moe-router-load-balancing-type quantile_balancing changes"
+        yield "--lora-rank leaves routers as they are: drop --moe-router-load-balancing-type quantile_balancing"
     if not config.synchronization.is_plain:
         yield "--lora-rank needs one update of a step on all ranks: drop the flags of another synchronization"
     for other in given(config.checkpoint, "moe_use_upcycling resize_vocabulary"):

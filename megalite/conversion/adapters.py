@@ -49,7 +49,7 @@ class Adapters:
         every = [matrix for tensor in self.tensors.values() for matrix in matrices_of(tensor)]
         found = [matrix for matrix in every if f"{matrix.name}.{A}" in self.own.tensors]
         rank = self.config.lora_rank or 0
-        expected = {}
+        expected = dict[str, tuple[int, ...]]()
         for matrix in found:
             factors = [matrix.a(rank), matrix.b(rank), *([matrix.magnitude()] if self.config.use_dora else [])]
             expected |= {factor.tensor.name: factor.tensor.shape for factor in factors}
@@ -126,4 +126,3 @@ class Merged:
         part = Box(tuple(at for at, _ in own), tuple(size for _, size in own))
         self._adapters.own.fill(f"{matrix.name}.{word}", part, found)
         return found
-

@@ -55,8 +55,8 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 
 
 def open_folder(path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True) -> OpenedModel:
-    """Open a checkpoint, as `open_megalite`, a Hugging Face folder, as `open_huggingface`, or one of PEFT, with the base
-    that it names. Raises CheckpointError.
+    """Open a checkpoint, as `open_megalite`, a Hugging Face folder, as `open_huggingface`, or one of PEFT, with the
+    base that it names. Raises CheckpointError.
     """
     if (path / peft.CONFIG).is_file() and not (path / "config.json").is_file():
         folder = Path(str(path))
@@ -145,9 +145,7 @@ def open_base(
 
     names = [name for name in opened.source.tensors if not name.startswith(STATE)]
     if fingerprint_of(opened.source, names, dtype_of) != named.get("fingerprint"):
-        raise CheckpointError(
-            f"{path} has adapters of other weights than {opened.what} has now: bring these back"
-        )
+        raise CheckpointError(f"{path} has adapters of other weights than {opened.what} has now: bring these back")
     return opened
 
 

@@ -1,9 +1,9 @@
 """Folders of PEFT (https://github.com/huggingface/peft): adapters of a Hugging Face model, read and written.
 
-A module of such a folder has the matrices A and B for a weight of the files of the base. The rules of the model's family
-say where the rows and columns of that weight are in megalite's tensors. A module may hold several matrices, such as a
-fused weight of queries, keys and values: its A then has theirs one below the other, and B is zero but for the rows of
-each. Read back, each of them has all of A. The ranks and scales of modules may differ: all get the largest rank, filled
+A module of such a folder has the matrices A and B for a weight of the files of the base. The rules of the family say
+where the rows and columns of that weight are in megalite's tensors. A module may hold several matrices, such as a fused
+weight of queries, keys and values: its A then has theirs one below the other, and B is zero but for the rows of each.
+Read back, each of them has all of A. The ranks and scales of modules may differ: all get the largest rank, filled
 up with zeros, and B takes what is left of the scale.
 """
 
@@ -106,7 +106,7 @@ def read_config_of_adapters(folder: Path) -> dict[str, Any]:
     for key in sorted(config.keys() - _READ - _WITHOUT_EFFECT - {"init_lora_weights"}):
         if config[key] and config[key] != _AS_IS.get(key):
             problems.append(f"{key} is {shown(config[key])}, which megalite does not have")
-    numbers = [config.get("r"), config.get("lora_alpha")]
+    numbers: list[Any] = [config.get("r"), config.get("lora_alpha")]
     numbers += [value for key in ("rank_pattern", "alpha_pattern") for value in (config.get(key) or {}).values()]
     if not all(type(each) in (int, float) and 0 < each < 2**31 for each in numbers):
         problems.append("r, lora_alpha and their patterns must be numbers above 0")
@@ -174,7 +174,10 @@ def _modules(mapping: Sequence[FileTensor], tensors: Mapping[str, LogicalTensor]
     for each in mapping:
         if len(each.shape) != 2 or not each.name.endswith(".weight"):
             continue
-        number = [torch.arange(each.shape[0])[:, None].expand(each.shape), torch.arange(each.shape[1]).expand(each.shape)]
+        number = [
+            torch.arange(each.shape[0])[:, None].expand(each.shape),
+            torch.arange(each.shape[1]).expand(each.shape),
+        ]
         places: list[_Place] = []
         transposed = False
         for name, box, view in each.boxes:
@@ -314,9 +317,7 @@ def write_peft(opened: OpenedModel, folder: Path, *, dtype: torch.dtype | None =
     modules = list(_modules(_mapping(choose(FAMILIES, opened.config)[0], opened.config), adapters.tensors))
     there = {place.matrix.name for module in modules for place in module.places}
     if missing := sorted(chosen - there):
-        raise CheckpointError(
-            f"PEFT has no adapters of {missing[0]} in files of this family: merge them (--saver hf)"
-        )
+        raise CheckpointError(f"PEFT has no adapters of {missing[0]} in files of this family: merge them (--saver hf)")
     written = dict[str, Tensor]()
     adapted, ranks = list[_Module](), dict[str, int]()
     for module in modules:

@@ -61,13 +61,13 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     path = resolve(directory)
     config = checkpoint.read_config(path)
     adapters = checkpoint.saved_section(path, config, AdaptersConfig)
-    opened = None if adapters.lora_rank is None else open_megalite(path).without_depths()
+    merged = None if adapters.lora_rank is None else open_megalite(path).without_depths()
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
     model = checkpoint.model_config(path, config)
     left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
     length, ends = data.seq_length, data.eos_token_ids
-    return TrainedModel(path, without_depths(model), dtype, data, length, ends, opened, left_out)
+    return TrainedModel(path, without_depths(model), dtype, data, length, ends, merged, left_out)
 
 
 def load_for_generation(
@@ -131,7 +131,9 @@ def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: st
     does.
     """
     flags = model.tokenizer or TokenizerFlags()
-    if (model.opened is not None and model.opened.is_huggingface) or (model.ends and not (flags.tokenizer_type or tokenizer_model)):
+    if (model.opened is not None and model.opened.is_huggingface) or (
+        model.ends and not (flags.tokenizer_type or tokenizer_model)
+    ):
         return frozenset(model.ends or {tokenizer.eod})
     folder = tokenizer_folder(tokenizer_model or flags.tokenizer_model)
     return frozenset({tokenizer.eod, *model.ends}) | (end_tokens(folder) if folder else frozenset())

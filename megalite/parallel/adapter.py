@@ -92,7 +92,7 @@ class Matrix:
     """A matrix of a logical tensor, or one of each expert, that can have an adapter.
 
     Attributes:
-        name: the name of the tensor, or of a part of it: `attention.key` and `attention.value` of `attention.key_value`.
+        name: that of the tensor, or of a part of it: `attention.key` and `attention.value` of `attention.key_value`.
         part: the dimension of the tensor that enumerates its parts, and the number of this one; None if it has none.
     """
 
@@ -318,8 +318,8 @@ class Adaptable(nn.Module):
     update: Update | None = None
     splits_output = False
     a: Parameter
-    b: Sequence[Parameter]
-    magnitudes: Sequence[Parameter]
+    b: nn.ParameterList
+    magnitudes: nn.ParameterList
     _dropout: float = 0.0
 
     def weights_to_adapt(self) -> list[Parameter]:
@@ -405,7 +405,7 @@ class Adaptable(nn.Module):
             output = product(input, self.update, *weights, self.a, *self.b)
         if self.magnitudes:
             frozen = [self.weights_to_adapt()[number] for number in self._adapted]
-            output = output * self.update.row_factors(frozen, self.a, self.b, self.magnitudes)
+            output = output * self.update.row_factors(frozen, self.a, list(self.b), list(self.magnitudes))
         return output
 
     def rows_of_input(self, places: Places) -> Runs:

@@ -145,8 +145,8 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
         width = len(weights[0]) if update is None else update.width
-        *multiplied, a, b = weights if update is not None else (*weights, None, None)
-        inner = [] if update is None else [torch.mm(_matrix(input), a.t())]
+        multiplied = weights if update is None else weights[:-2]
+        inner = [] if update is None else [torch.mm(_matrix(input), weights[-2].t())]
         ctx.save_for_backward(input, *inner)
         if unread:
             if update is not None:
@@ -156,7 +156,7 @@ class _RowParallel(torch.autograd.Function):
         # A new tensor: it can be changed and reduced in place.
         term = F.linear(input, multiplied[0]) if multiplied else input.new_zeros(*input.shape[:-1], width)
         if update is not None:
-            update.add(_matrix(term), inner[0], [b])
+            update.add(_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
     @staticmethod
@@ -178,9 +178,7 @@ class _RowParallel(torch.autograd.Function):
             products[0] = _GatheredGradient(gathered, functools.partial(_matrix, input))
         if update is not None:
             products.append(update.of_b(gradient_matrix, inner[0], 0))
-        weight_gradients = [
-            accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)
-        ]
+        weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
         return input_gradient.view_as(input), None, None, None, None, *weight_gradients
 
 

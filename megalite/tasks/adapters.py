@@ -10,6 +10,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
+from megalite.checkpoint.fingerprint import BASE
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import flag_of
@@ -23,7 +24,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.storage import AnyPath, open_directory
-from megalite.checkpoint.fingerprint import BASE
 from megalite.training.resume import ResumePoint
 
 _SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora"

@@ -12,9 +12,10 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates, Manifest
-from megalite.checkpoint.compatibility import model_config
+from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
@@ -141,7 +142,9 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
             raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
         return {}
     keeps_schedules = settings.use_checkpoint_opt_param_scheduler and resume_point.position
-    _, (saved, data, schedules), _ = checkpoint.newest_whole(paths, partial(_saved_sections, schedules=keeps_schedules))
+    _, (saved, data, schedules, adapters), _ = checkpoint.newest_whole(
+        paths, partial(_saved_sections, schedules=keeps_schedules)
+    )
     # A run that began with a Hugging Face folder has no flags for its network, and continues with the checkpoint's.
     if not (settings.use_checkpoint_args or settings.loads_huggingface):
         return {"optimizer": schedules}
@@ -149,13 +152,14 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
     kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "eos_token_ids")}
-    return {"model": model, "data": kept, "optimizer": schedules}
+    return {"model": model, "data": kept, "optimizer": schedules, "adapters": asdict(adapters)}
 
 
-def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any]]:
+def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any], AdaptersConfig]:
     config = checkpoint.read_config(path)
     found = _schedules(path, config) if schedules else {}
-    return model_config(path, config), checkpoint.saved_section(path, config, DataConfig), found
+    data, adapters = saved_section(path, config, DataConfig), saved_section(path, config, AdaptersConfig)
+    return model_config(path, config), data, found, adapters
 
 
 def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: TaskConfig) -> None:

@@ -179,7 +179,7 @@ class Task(ABC):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def start(self, found: ResumePoint) -> ResumePoint:
-        """Return where the run starts, if `found` is what the flags name. Raises ConfigurationError, CheckpointError."""
+        """Return where the run starts, if `found` is what the flags name. Raises CheckpointError."""
         return found
 
     def open_base(self, path: AnyPath, described: Manifest) -> OpenedModel | None:

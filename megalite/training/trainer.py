@@ -16,6 +16,7 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
+from megalite.checkpoint.fingerprint import BASE, fingerprint
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import Deal, Ranges
@@ -39,7 +40,6 @@ from megalite.training.data import last_iteration
 from megalite.training.display import Display
 from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
-from megalite.checkpoint.fingerprint import BASE, fingerprint
 from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.left_out import LEFT_OUT, left_out_of
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
@@ -436,9 +436,13 @@ class Trainer:
             holders=resume_point.holders,
         )
         self.task.loaded()
-        notes = self.loaded.notes + load_notes(
-            described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
-        ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        notes = (
+            self.loaded.notes
+            + load_notes(
+                described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
+            )
+            + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        )
         records = None
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
