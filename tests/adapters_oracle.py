@@ -15,11 +15,23 @@ from torch import Tensor
 
 from tests.initial_weights import draw, even
 
-COLUMNS = {"output": 2}
-"""Dimensions that are columns, of weights that have several."""
 FUSED = {"key_value": ("key", "value", 1), "gate_up": ("gate", "up", -3)}
 """The two parts of fused weights, and the dimension that enumerates them."""
-ADAPTED = ("query", "gate", "key_value", "output", "gate_up", "up", "down")
+ADAPTED = {
+    *("query", "gate", "key_value", "output", "gate_up", "up", "down"),
+    *("query_down", "query_up", "key_value_down", "projection", "latent_down", "latent_up"),
+    *("z", "dt", "x", "B", "C", "beta", "alpha", "key", "value", "decay_b", "gate_b"),
+}
+
+
+def columns_of(name: str, part: Tensor) -> int:
+    """Return how many of the last dimensions are columns."""
+    return part.dim() - 1 if name.endswith((".output", ".projection")) else 1
+
+
+def of_experts(name: str) -> bool:
+    """Tell whether the first dimension is that of the experts."""
+    return ".moe." in name and ".shared." not in name and ".latent_" not in name
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Adapters:
 
     rank: int
     scale: float
-    names: tuple[str, ...] = ("query", "gate", "key", "value", "output", "up", "down")
+    names: tuple[str, ...] | None = None
     dora: bool = False
 
     def matrices(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str, int | None, int]]:
@@ -38,8 +50,8 @@ class Adapters:
             if last not in ADAPTED or not begin:
                 continue
             first, second, dimension = FUSED.get(last, (last, None, None))
-            for number, part in enumerate([first, second]):
-                if part in self.names or f"{begin}.{part}" in self.names:
+            for number, part in enumerate([first] if second is None else [first, second]):
+                if self.names is None or part in self.names or f"{begin}.{part}" in self.names:
                     yield f"{begin}.{part}", weight, dimension, number
 
     def initial(self, weights: Mapping[str, Tensor], seed: int, dtype: torch.dtype, noise: float) -> dict[str, Tensor]:
@@ -48,8 +60,7 @@ class Adapters:
         for name, weight, dimension, number in self.matrices(weights):
             whole = weights[weight]
             part = whole if dimension is None else whole.select(dimension, number)
-            columns = COLUMNS.get(name.rpartition(".")[2], 1)
-            experts = part.shape[:1] if ".moe." in name and ".shared." not in name else part.shape[:0]
+            columns, experts = columns_of(name, part), part.shape[: int(of_experts(name))]
             rows, inner = part.shape[: part.dim() - columns], part.shape[part.dim() - columns :]
             bound = 1 / math.sqrt(math.prod(inner))
             shape = (*experts, self.rank, *inner)
@@ -80,8 +91,8 @@ class Adapters:
 
     def _merged(self, weights: Mapping[str, Tensor], name: str, part: Tensor) -> Tensor:
         a, b = weights[f"{name}.lora_a"], weights[f"{name}.lora_b"]
-        columns = COLUMNS.get(name.rpartition(".")[2], 1)
-        if ".moe." in name and ".shared." not in name:
+        columns = columns_of(name, part)
+        if of_experts(name):
             changed = part + self.scale * torch.einsum("e...r,erc->e...c", b, a.flatten(2)).view_as(part)
         else:
             changed = part + self.scale * (b.flatten(0, -2) @ a.flatten(1)).view_as(part)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.adapters import SHORT_NAMES, AdaptersConfig
-from megalite.errors import MegaliteError
+from megalite.errors import ConfigurationError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
@@ -144,10 +144,10 @@ class Matrix:
         return replace(factor, tensor=replace(tensor, shape=factor.sizes(self.tensor.shape)))
 
     def check(self, rank: int) -> None:
-        """Raise MegaliteError for a rank that no update of this matrix has."""
+        """Raise ConfigurationError for a rank that no update of this matrix has."""
         if rank > min(self.tensor.matrix_size):
             rows, columns = self.tensor.matrix_size
-            raise MegaliteError(
+            raise ConfigurationError(
                 f"--lora-rank {rank} is more than {self.name} [{rows}, {columns}] can have: give a lower one, or leave "
                 "the matrix out of --lora-target-modules"
             )
@@ -309,6 +309,7 @@ class Adaptable(nn.Module):
 
     Attributes:
         update: what adapters add to the output; None if there are none.
+        can_have_adapters: False for a layer that a loss of its own trains.
         splits_output: True if a sum over the ranks of the layer leaves each with a part of the tokens.
         a: A of all adapted matrices, one below the other.
         b: B for each adapted weight, by the rows of the weight.
@@ -316,6 +317,7 @@ class Adaptable(nn.Module):
     """
 
     update: Update | None = None
+    can_have_adapters = True
     splits_output = False
     a: Parameter
     b: nn.ParameterList
@@ -336,11 +338,20 @@ class Adaptable(nn.Module):
         tensors = {piece.tensor.name: piece.tensor for piece in pieces}
         return [matrix for tensor in tensors.values() for matrix in matrices_of(tensor)]
 
+    def chosen(self, config: AdaptersConfig) -> list[Matrix]:
+        """Return those of the matrices that the configuration names.
+
+        Raises ConfigurationError if one of them cannot have adapters of its rank.
+        """
+        found = [matrix for matrix in self.matrices() if is_target(matrix.name, config.lora_target_modules)]
+        for matrix in found:
+            matrix.check(config.lora_rank or 0)
+        return found
+
     def adapt(self, config: AdaptersConfig) -> list[str]:
         """Give adapters to the matrices that the configuration names, and return their names."""
         assert config.lora_rank is not None
-        rank, weights = config.lora_rank, self.weights_to_adapt()
-        chosen = [matrix for matrix in self.matrices() if is_target(matrix.name, config.lora_target_modules)]
+        rank, weights, chosen = config.lora_rank, self.weights_to_adapt(), self.chosen(config)
         if not chosen:
             return []
         with_a, with_b = self.ranks_of_factors()
@@ -353,7 +364,6 @@ class Adaptable(nn.Module):
             for piece, matrix in itertools.product(like.pieces, chosen):
                 if piece.tensor.name != matrix.tensor.name:
                     continue
-                matrix.check(rank)
                 of_a.setdefault(matrix.name, matrix.a(rank).place(piece, like, with_a))
                 placed, lengths = (each.place(piece, like, with_b) for each in (matrix.b(rank), matrix.magnitude()))
                 if with_b is not None:  # lengths are applied behind the sum over the ranks
@@ -415,7 +425,7 @@ class Adaptable(nn.Module):
     def _dropped(self, input: Tensor, places: Places | None) -> Tensor:
         """Return the input with dropout, whose mask is that of the unsplit input on all ranks."""
         if places is None:
-            raise MegaliteError(f"--lora-dropout: {self._key} is not told the places of its tokens: give 0")
+            raise ConfigurationError(f"--lora-dropout: {self._key} is not told the places of its tokens: give 0")
         box, tensor = self.a.sharding.pieces[0].box, self.a.sharding.pieces[0].tensor
         size = len(tensor.shape) - len(tensor.column_dimensions)
         width, own = math.prod(tensor.shape[size:]), input.shape[-1]
@@ -442,7 +452,7 @@ def adaptable_matrices(network: nn.Module) -> list[Matrix]:
 
 
 def _adaptable(network: nn.Module) -> list[Adaptable]:
-    return [module for module in network.modules() if isinstance(module, Adaptable)]
+    return [each for each in network.modules() if isinstance(each, Adaptable) and each.can_have_adapters]
 
 
 def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
