@@ -47,7 +47,7 @@ class Adapters:
         """Yield each adapted matrix: its name, that of the weight, and the dimension and the number of its part."""
         for weight in weights:
             begin, _, last = weight.rpartition(".")
-            if last not in ADAPTED or not begin:
+            if last not in ADAPTED or not begin or begin.endswith(".indexer"):
                 continue
             first, second, dimension = FUSED.get(last, (last, None, None))
             for number, part in enumerate([first] if second is None else [first, second]):
