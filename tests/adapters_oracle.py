@@ -20,7 +20,7 @@ FUSED = {"key_value": ("key", "value", 1), "gate_up": ("gate", "up", -3)}
 ADAPTED = {
     *("query", "gate", "key_value", "output", "gate_up", "up", "down"),
     *("query_down", "query_up", "key_value_down", "projection", "latent_down", "latent_up"),
-    *("z", "dt", "x", "B", "C", "beta", "alpha", "key", "value", "decay_b", "gate_b"),
+    *("key_value_up", "z", "dt", "x", "B", "C", "beta", "alpha", "key", "value", "decay_b", "gate_b"),
 }
 
 

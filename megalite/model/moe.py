@@ -233,7 +233,7 @@ class MoE(nn.Module):
             )
         chosen, weights, counts, terms = self.router(hidden, context)
         padded = self._padded_rows(hidden, context.layout.length)
-        tokens = hidden if self.latent_down is None else self.latent_down(hidden)
+        tokens = hidden if self.latent_down is None else self.latent_down(hidden, context)
         arrive = self.dispatcher.dispatch(tokens.flatten(0, 1), chosen, weights, padded)
         shared = self._shared(hidden, context) if self.overlaps_shared_experts else None
         arrived = arrive()
@@ -241,7 +241,7 @@ class MoE(nn.Module):
         if self.replicas is not None:
             output = collectives.all_reduce_(output, self.replicas)
         if self.latent_up is not None:
-            output = self.latent_up(output)
+            output = self.latent_up(output, context)
         if not self.overlaps_shared_experts:
             shared = self._shared(hidden, context)
         if shared is not None:

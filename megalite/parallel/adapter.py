@@ -418,6 +418,18 @@ class Adaptable(nn.Module):
             output = output * self.update.row_factors(frozen, self.a, list(self.b), list(self.magnitudes))
         return output
 
+    def merged_weight(self, weight: Parameter) -> Tensor:
+        """Return the only weight of a layer with its adapters merged, whose gradients autograd adds; or it itself."""
+        if self.update is None:
+            return weight
+        if self._dropout and self.training:
+            raise ConfigurationError(f"--lora-dropout: {self._key} is merged before its input is there: give 0")
+        merged = torch.addmm(weight, self.b[0], self.a, alpha=self.update.scale)
+        if self.magnitudes:
+            lengths = self.update.row_factors([weight], self.a, list(self.b), list(self.magnitudes))
+            merged = merged * lengths[:, None]
+        return merged
+
     def rows_of_input(self, places: Places) -> Runs:
         """Return the indices in the sample of the tokens of the input."""
         return places.rows

@@ -190,7 +190,12 @@ def product(input: Tensor, weight: Tensor) -> Tensor:
 
     The gradient of the weight goes to its buffer, or later if it is deferred, as those of the layers here.
     """
-    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, None, weight)
+    return updated_product(input, None, weight)
+
+
+def updated_product(input: Tensor, update: Update | None, *weights: Tensor) -> Tensor:
+    """Return the sum of `product` and an update. `weights`: the weights, A of the update, and its B."""
+    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, update, *weights)
     return output
 
 
@@ -307,13 +312,8 @@ class ReplicatedLinear(Adaptable):
 
         `places`: see `ColumnParallelLinear`.
         """
-        output = self.adapted(self._product, input, [self.weight], places)
+        output = self.adapted(updated_product, input, [self.weight], places)
         return output if self.bias is None else output + self.bias
-
-    @staticmethod
-    def _product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
-        found: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, update, *weights)
-        return found
 
     def weights_to_adapt(self) -> list[Parameter]:
         return [self.weight]

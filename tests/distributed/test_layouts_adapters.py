@@ -42,6 +42,8 @@ LAYOUTS: dict[str, Row] = {
         **SP,
         "output_gate": True,
     },
+    "latents that travel": {**LORA, "latents": "narrow values", "dp": 1, "cp": 2, "tp": 2},
+    "latents that travel, dora": {**LORA, "adapters": "dora", "latents": "few", "dp": 1, "cp": 2},
     "sparse attention": {**LORA, "latents": "narrow values", "indexing": "without loss", "dp": 2, "tp": 2},
     "recurrent layers": {**LORA, "pattern": "MGKL*-", "dp": 1, **SP},
     "recurrent layers, dora, shared groups": {
