@@ -1,7 +1,7 @@
 """Low-rank adapters as one writes them down: weights with what adapters add, for the oracle of the network.
 
 It imports nothing of megalite. The adapters of a weight are `{name}.lora_a`, `{name}.lora_b` and
-`{name}.lora_magnitude`, those of a fused weight by part: `attention.key` and `attention.value` of `attention.key_value`.
+`{name}.lora_magnitude`, those of a fused weight by part: `attention.key` and `attention.value` of `...key_value`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
