@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,10 @@ from megalite.conversion.native import open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
+from megalite.optim.layout import unique_parameters
 from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import named_pieces
-from megalite.parallel.sharding import LogicalTensor
 from megalite.storage import AnyPath, open_directory
 from megalite.training.resume import ResumePoint
 
@@ -48,27 +47,28 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
             for matrix in chosen:
                 matrix.check(adapters.lora_rank)
     if adapters.freeze:
-        tensors = {piece.tensor.name: piece.tensor for _, piece in named_pieces(network)}
-        problems = list(_freeze_problems(tensors, adapters.freeze))
+        problems = list(_freeze_problems(network, adapters.freeze))
         if problems:
             raise ConfigurationError("\n".join(problems))
 
 
-def _freeze_problems(tensors: Mapping[str, LogicalTensor], patterns: tuple[str, ...]) -> Iterator[str]:
+def _freeze_problems(network: GPT, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each problem of --freeze. On one rank, all is one parameter that is so on any rank."""
+    names = [parameter.sharding.name.split("+") for parameter in unique_parameters(network)]
+    every = [name for fused in names for name in fused]
     for pattern in patterns:
-        if not any(is_frozen(name, [pattern]) for name in tensors):
-            begins = dict.fromkeys(name.partition(".")[0] for name in tensors)
+        if not any(is_frozen(name, [pattern]) for name in every):
+            begins = dict.fromkeys(name.partition(".")[0] for name in every)
             yield (
                 f"--freeze {pattern}: no weight of this network has such a name; names begin with {', '.join(begins)}, "
-                f"such as {next(name for name in tensors if 'layers' in name or len(begins) == 1)}"
+                f"such as {every[-1]}"
             )
-    frozen = {name for name in tensors if is_frozen(name, patterns)}
-    if len(frozen) == len(tensors):
+    if all(is_frozen(name, patterns) for name in every):
         yield "--freeze names all weights: leave some to train"
-    for name, tensor in tensors.items():
-        others = [each for each, other in tensors.items() if tensor.fused and other.fused == tensor.fused]
-        if name in frozen and (trained := [other for other in others if other not in frozen]):
-            yield f"--freeze has {name}, and not {trained[0]}, with which it is one tensor in memory: name both"
+    for fused in names:
+        frozen = [name for name in fused if is_frozen(name, patterns)]
+        if frozen and (trained := [name for name in fused if name not in frozen]):
+            yield f"--freeze has {frozen[0]}, and not {trained[0]}, with which it is one tensor in memory: name both"
 
 
 def saved_adapters(path: AnyPath, config: Mapping[str, Any]) -> AdaptersConfig:
