@@ -27,6 +27,8 @@ def adapter_problems(config: RunConfig) -> Iterator[str]:
         return
     if adapters.freeze:
         yield "--lora-rank freezes all weights but the adapters: drop --freeze"
+    if adapters.lora_dropout and config.training.mlp_chunks_for_training > 1:
+        yield "--lora-dropout does not know the places of parts of a sequence: drop it, or --mlp-chunks-for-training"
     if adapters.use_dora and adapters.lora_dropout:
         yield "--use-dora normalizes weights, which have no dropout: give --lora-dropout 0"
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate:

@@ -71,6 +71,7 @@ ADAPTERS = {
     "some": AdaptersConfig(lora_rank=2, lora_alpha=3.0, lora_target_modules=("q_proj", "value", "layers.[13].mlp.up")),
     "rslora": AdaptersConfig(lora_rank=4, lora_alpha=1.0, use_rslora=True),
     "dora": AdaptersConfig(lora_rank=2, use_dora=True),
+    "dropout": AdaptersConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.4),
 }
 ADAPTERS_OF_ORACLE = {
     "lora": Adapters(3, 2.0),

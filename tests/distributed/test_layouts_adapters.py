@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.distributed.layout_cell import make_cell
-from tests.distributed.layout_expected import assert_as_expected, run
+from tests.distributed.layout_expected import assert_as_expected, run, run_each
+from tests.harness.close import assert_gradient_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
@@ -71,3 +74,23 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1, "pp": 1} | LAYOUTS[name], steps=2, optimizer="adam", clip_grad=0.5)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
+
+
+DROPPED: Row = {"adapters": "dropout", "family": "llama", "dp": 1, "dropout": 0.1}
+DROPOUT: dict[str, Row] = {
+    "tp2-sp": {**DROPPED, **SP, "recompute": "uniform"},
+    "tp2-pp2": {**DROPPED, "tp": 2, "pp": 2, "family": "gpt2"},
+    "cp2-tp2-sp": {**DROPPED, "cp": 2, **SP, "micro_batch_size": 2},
+    "latents": {**DROPPED, **SP, "latents": "narrow values"},
+    "recurrent layers": {**DROPPED, **SP, "pattern": "MGKL*-"},
+}
+
+
+@pytest.mark.parametrize("name", wide_except(DROPOUT, ["cp2-tp2-sp"]))
+def test_the_same_elements_are_dropped_on_every_layout(name: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1, "pp": 1} | DROPOUT[name])
+    alone, plain = cell.alone(), replace(cell.alone(), adapters="lora")
+    result, expected, without = run_each(rank_pools, [cell, alone, plain])
+    assert abs(result.losses[0] - expected.losses[0]) <= 1e-10 < abs(expected.losses[0] - without.losses[0])
+    for tensor, gradient in expected.gradients.items():
+        assert_gradient_close(result.gradients[tensor], gradient, expected.gradient_norms[0], tensor)

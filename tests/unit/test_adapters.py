@@ -125,8 +125,8 @@ def test_names_that_a_network_does_not_have_are_refused() -> None:
     check_names(model, lora)
     refused(
         replace(lora, lora_target_modules=("query", "w1")),
-        "--lora-target-modules w1: no matrix of this network has this name; it has query, key, value, output, gate, up, "
-        "down, such as layers.0.attention.query",
+        "--lora-target-modules w1: no matrix of this network has this name; it has query, key, value, output, gate, "
+        "up, down, such as layers.0.attention.query",
     )
     refused(replace(lora, lora_rank=17), r"--lora-rank 17 is more than layers.0.attention.query \[32, 16\] can have")
     check_names(model, AdaptersConfig(freeze=("embedding.*", "layers.[01].*")))

@@ -163,5 +163,5 @@ def test_what_cannot_be_said_or_computed_is_refused(tmp_path: Path) -> None:
     refused({}, "is missing", {name: tensors[name]})
     refused({}, "it has no adapters", {})
     experts = drawn_adapters(tmp_path / "mixtral", "mixtral", AdaptersConfig(lora_rank=2))
-    with pytest.raises(CheckpointError, match="PEFT has no adapters of layers.0.moe.down"):
+    with pytest.raises(CheckpointError, match=r"PEFT has no adapters of layers\.0\.moe\.down"):
         write_peft(experts, tmp_path / "out")
