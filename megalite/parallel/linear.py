@@ -105,15 +105,16 @@ class _ColumnParallel(torch.autograd.Function):
             parts = _split_outputs(gradient, weights)
         else:
             parts = (*_split_outputs(gradient, weights[:-1]), ctx.update.of_inner(gradient, weights[-1], b))
-        input_gradient = parts[0] @ weights[0]
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            input_gradient.addmm_(part, weight)
+        input_gradient = reduction = None
+        if ctx.needs_input_grad[0]:  # not if all before is frozen
+            input_gradient = parts[0] @ weights[0]
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                input_gradient.addmm_(part, weight)
         whole = input_again.wait() if input_again is not None else input
-        input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
-        if ctx.sequence_parallel:
-            reduction = collectives.reduce_scatter_async(input_gradient, group)
-        else:
-            reduction = collectives.all_reduce_async_(input_gradient, group)
+        if input_gradient is not None:
+            input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
+            reduce = collectives.reduce_scatter_async if ctx.sequence_parallel else collectives.all_reduce_async_
+            reduction = reduce(input_gradient, group)
         products: list[Gradient]
         if later:
             gathered = _gather_later(input, group)
@@ -124,7 +125,7 @@ class _ColumnParallel(torch.autograd.Function):
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
         ]
-        return reduction.wait(), None, None, None, None, *weight_gradients
+        return None if reduction is None else reduction.wait(), None, None, None, None, *weight_gradients
 
 
 class _RowParallel(torch.autograd.Function):
