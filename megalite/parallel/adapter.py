@@ -467,6 +467,11 @@ def _adaptable(network: nn.Module) -> list[Adaptable]:
     return [each for each in network.modules() if isinstance(each, Adaptable) and each.can_have_adapters]
 
 
+def is_adapters(name: str) -> bool:
+    """Tell whether a tensor of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in (A, B, MAGNITUDE)
+
+
 def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose tensors all have names that match a pattern."""
     for parameter in network.parameters():
