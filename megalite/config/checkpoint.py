@@ -41,7 +41,7 @@ class CheckpointConfig:
     Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others. Or
     one of PEFT: it starts with these adapters of the base that the folder names."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint of save if there is one, else from load; without load start anew."""
+    """auto: continue from save's checkpoint, else from load; without load start anew."""
     ckpt_step: NonNegativeInt | None = None
     """Load only the checkpoint of this step."""
     exit_on_missing_checkpoint: bool = False

@@ -79,6 +79,7 @@ class Merged:
             self._of.setdefault(matrix.tensor.name, []).append(matrix)
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """See `Source`. With DoRA, whole rows are read."""
         matrices, config = self._of.get(name, []), self._adapters.config
         if not matrices:
             self._adapters.base.fill(name, box, values)

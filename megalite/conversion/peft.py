@@ -337,6 +337,7 @@ def write_peft(opened: OpenedModel, folder: Path, *, dtype: torch.dtype | None =
 def _config(
     adapters: Adapters, modules: Sequence[_Module], adapted: Sequence[_Module], ranks: Mapping[str, int]
 ) -> dict[str, Any]:
+    """Return the adapter_config.json. `ranks`: of the modules, by name."""
     own = adapters.config
     rank = own.lora_rank or 0
     alpha = float(rank if own.lora_alpha is None else own.lora_alpha)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,9 +23,8 @@ class AdaptedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias, self.scale = linear.weight, linear.bias, config.lora_scale
-        kind = {"dtype": linear.weight.dtype, "device": linear.weight.device}
-        self.lora_a = nn.Parameter(torch.empty(config.lora_rank, self.in_features, **kind))
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, config.lora_rank, **kind))
+        self.lora_a = nn.Parameter(linear.weight.new_empty(config.lora_rank, self.in_features))
+        self.lora_b = nn.Parameter(linear.weight.new_zeros(self.out_features, config.lora_rank))
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         if hasattr(linear.weight, SEQUENCE_PARALLEL):
             for factor in (self.lora_a, self.lora_b):

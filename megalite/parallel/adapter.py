@@ -224,7 +224,7 @@ class _Products(Gradient):
 
 @dataclass(frozen=True)
 class Update:
-    """What a linear layer adds to its output, from A x of all its matrices, [tokens, inner].
+    """Addition to the output of a linear layer, from A x of all its matrices, [tokens, inner].
 
     Attributes:
         width: number of columns of the output.

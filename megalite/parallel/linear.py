@@ -69,6 +69,7 @@ class _ColumnParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Tensor,
     ) -> Tensor:
+        """Multiply, and save the input as it is split, with A x."""
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b = weights, ()
@@ -113,8 +114,10 @@ class _ColumnParallel(torch.autograd.Function):
         whole = input_again.wait() if input_again is not None else input
         if input_gradient is not None:
             input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
-            reduce = collectives.reduce_scatter_async if ctx.sequence_parallel else collectives.all_reduce_async_
-            reduction = reduce(input_gradient, group)
+            if ctx.sequence_parallel:
+                reduction = collectives.reduce_scatter_async(input_gradient, group)
+            else:
+                reduction = collectives.all_reduce_async_(input_gradient, group)
         products: list[Gradient]
         if later:
             gathered = _gather_later(input, group)
@@ -144,6 +147,7 @@ class _RowParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Tensor,
     ) -> Tensor:
+        """Multiply, add the update, and sum over the ranks."""
         ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
         width = len(weights[0]) if update is None else update.width
         multiplied = weights if update is None else weights[:-2]
@@ -162,6 +166,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and the weights."""
         input, *inner = (saved.detach() for saved in ctx.saved_tensors)
         weights, update = ctx.weights, ctx.update
         gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
@@ -169,8 +174,7 @@ class _RowParallel(torch.autograd.Function):
         parts = [gradient_matrix]
         if update is not None:
             parts = [*parts[: len(weights) - 2], update.of_inner(gradient_matrix, weights[-2], weights[-1:])]
-        # First: accumulating the last gradient may free the weights.
-        input_gradient = parts[0] @ weights[0]
+        input_gradient = parts[0] @ weights[0]  # first: accumulating the last gradient may free the weights
         for part, weight in zip(parts[1:], weights[1:], strict=False):
             input_gradient.addmm_(part, weight)
         products: list[Gradient] = [ProductGradient(part, _matrix(input)) for part in parts]

@@ -166,6 +166,7 @@ class GPTNetworkTask(Task):
         self.finetune_notes += (f"note: {what} has other {parts}: --finetune {said}",)
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
+        """See `Task`. Adapters are not merged if the run trains them on."""
         opened = open_initial_model(path)
         if opened.adapters is not None and not self.saves_frozen:
             check_same_adapters(opened.what, opened.adapters.config, self.config.adapters)

@@ -374,7 +374,7 @@ class Trainer:
         if self.alarms is not None:
             config |= self.alarms.saved()
         if not self.task.saves_frozen:
-            config |= self._saved_base()
+            config |= self._base_for_checkpoint()
         if self.left_out:
             config[LEFT_OUT] = {"ranges": self.left_out}
         return self._training_state(), {**config, **self.shares.saved()}
@@ -492,7 +492,7 @@ class Trainer:
             )
         self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
 
-    def _saved_base(self) -> dict[str, Any]:
+    def _base_for_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint says of frozen weights that it does not have. Called by all ranks together."""
         if "fingerprint" not in self._base:
             self._base = {**self._base, "fingerprint": fingerprint(self.optimizer, self.mesh)}

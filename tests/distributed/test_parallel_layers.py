@@ -90,9 +90,8 @@ def expected(
     model: str, optimizer: str, ranks: list[OfRank], *, frozen: bool = False, adapted: bool = False
 ) -> Trained:
     parameters = assemble(rank.parameters for rank in ranks)
-    return _expected(
-        model, optimizer, tuple((name, tuple(each.shape)) for name, each in parameters.items()), frozen, adapted
-    )
+    shapes = tuple((name, tuple(each.shape)) for name, each in parameters.items())
+    return _expected(model, optimizer, shapes, frozen, adapted)
 
 
 @functools.cache

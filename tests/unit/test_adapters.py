@@ -49,7 +49,7 @@ def adapted_of(network: GPT) -> dict[str, Adaptable]:
 
 
 def test_b_alone_beside_an_identity_is_the_training_of_the_layer() -> None:
-    """With A the identity, B A is B: the weights move as if they were trained themselves."""
+    """Compare with the weights themselves: B A is B."""
     (whole,), (network,) = (initialized_chunks(ParallelMesh(), CELL) for _ in range(2))
     add_adapters(network, AdaptersConfig(lora_rank=16, lora_alpha=16.0, lora_target_modules=NARROW))
     initialize_adapters(network)
