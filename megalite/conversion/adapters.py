@@ -48,11 +48,8 @@ class Adapters:
         """Return the matrices that have adapters. Raises CheckpointError for adapters of none, or of other shapes."""
         every = [matrix for tensor in self.tensors.values() for matrix in matrices_of(tensor)]
         found = [matrix for matrix in every if f"{matrix.name}.{A}" in self.own.tensors]
-        rank = self.config.lora_rank or 0
-        expected = dict[str, tuple[int, ...]]()
-        for matrix in found:
-            factors = [matrix.a(rank), matrix.b(rank), *([matrix.magnitude()] if self.config.use_dora else [])]
-            expected |= {factor.tensor.name: factor.tensor.shape for factor in factors}
+        factors = (factor for matrix in found for factor in matrix.factors(self.config))
+        expected = {factor.tensor.name: factor.tensor.shape for factor in factors}
         for name in sorted(self.own.tensors.keys() | expected.keys()):
             kind, shape = self.own.tensors.get(name), expected.get(name)
             if kind is None or kind.shape != shape:
@@ -90,7 +87,7 @@ class Merged:
             both = [(0, shape[d]) if d in columns else (box.offset[d], box.size[d]) for d in range(len(shape))]
             own = Box(tuple(at for at, _ in both), tuple(size for _, size in both))
         wide = torch.promote_types(torch.promote_types(self.tensors[name].dtype, values.dtype), torch.float32)
-        whole = torch.empty(own.size, dtype=wide)
+        whole = torch.empty(own.size, dtype=wide, device=values.device)
         self._adapters.base.fill(name, own, whole)
         for matrix in matrices:
             part, at = whole, own
@@ -107,23 +104,21 @@ class Merged:
         """Return a box of one matrix with its update. `part`: that of the base, in the shape of the box."""
         config, rank = self._adapters.config, self._adapters.config.lora_rank or 0
         experts = math.prod(box.size[d] for d in matrix.experts)
-        a = self._factor(matrix, A, matrix.a(rank).dimensions, box, part.dtype).reshape(experts, rank, -1)
-        b = self._factor(matrix, B, matrix.b(rank).dimensions, box, part.dtype).reshape(experts, -1, rank)
+        a = self._factor(matrix, A, matrix.a(rank).dimensions, box, part).reshape(experts, rank, -1)
+        b = self._factor(matrix, B, matrix.b(rank).dimensions, box, part).reshape(experts, -1, rank)
         rows = part.reshape(experts, b.shape[1], -1)
         changed = torch.baddbmm(rows, b, a, alpha=config.lora_scale)
         if config.use_dora:
-            lengths = self._factor(matrix, MAGNITUDE, matrix.rows, box, part.dtype).reshape(experts, -1)
+            lengths = self._factor(matrix, MAGNITUDE, matrix.rows, box, part).reshape(experts, -1)
             first, now = (torch.linalg.vector_norm(each, dim=-1) for each in (rows, changed))
             changed = changed * ((first + lengths) / now)[..., None]
         return changed.view(part.shape)
 
-    def _factor(
-        self, matrix: Matrix, word: str, dimensions: tuple[int | None, ...], box: Box, dtype: torch.dtype
-    ) -> Tensor:
-        """Return the part of a factor that a box of the matrix needs."""
+    def _factor(self, matrix: Matrix, word: str, dimensions: tuple[int | None, ...], box: Box, like: Tensor) -> Tensor:
+        """Return the part of a factor that a box of the matrix needs, with the dtype and on the device of a tensor."""
         rank = self._adapters.config.lora_rank or 0
         own = [(0, rank) if d is None else (box.offset[d], box.size[d]) for d in dimensions]
-        found = torch.empty([size for _, size in own], dtype=dtype)
+        found = like.new_empty([size for _, size in own])
         part = Box(tuple(at for at, _ in own), tuple(size for _, size in own))
         self._adapters.own.fill(f"{matrix.name}.{word}", part, found)
         return found

@@ -132,6 +132,11 @@ class Matrix:
         )
         return self._factor(B, (*self.rows, None), f"{every} rank -> {experts or 1} ({rows}) rank", rank, 1)
 
+    def factors(self, config: AdaptersConfig) -> list[Factor]:
+        """Return all tensors of an adapter."""
+        rank = config.lora_rank or 0
+        return [self.a(rank), self.b(rank), *([self.magnitude()] if config.use_dora else [])]
+
     def magnitude(self) -> Factor:
         """Return the difference of the lengths of rows to their first ones, [experts and rows as in the tensor]."""
         return self._factor(MAGNITUDE, self.rows, None, 0, 0)
