@@ -70,7 +70,8 @@ class GPTTask(GPTNetworkTask):
         self.tokens_per_sample, self.sources = config.data.seq_length, data.sources
         self.cutting = builder.make_cutting(config, mesh)
         padded = self.model.padded_vocab_size(mesh.size("tp"))
-        self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
+        length, frozen = config.data.seq_length, not self.saves_frozen
+        self._flops_per_token = flops_per_token(self.model, padded, length, frozen=frozen)
         self._peak_flops = peak_flops(device.device_name(mesh.device))
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []
