@@ -11,7 +11,7 @@ from tests.unit.test_flops import model
 
 LORA = "--lora-rank 4 "
 REFUSED = {
-    "--lora-alpha 8": "--lora-alpha 8.0 needs --lora-rank",
+    "--lora-alpha 8": "--lora-alpha needs --lora-rank",
     "--use-dora --use-rslora": "--use-rslora needs --lora-rank",
     LORA + "--freeze embedding.*": "--lora-rank freezes all weights but the adapters: drop --freeze",
     LORA
