@@ -184,6 +184,7 @@ class Term:
         weight: the number of the weight among those of the layer.
         piece: the piece of the weight.
         part: `Matrix.part`.
+        columns: number of last dimensions of the weight's tensor that are columns.
         first: the first column of the piece in the layer's output.
         inner: columns of A x.
         rows: rows of the layer's B for this weight.
