@@ -38,6 +38,7 @@ from megalite.conversion.opened import (
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel
+from megalite.parallel.adapter import train_a_part
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.pipeline.stages import Stages
@@ -46,6 +47,7 @@ from megalite.storage import AnyPath, open_directory
 
 FILE = 5 * 10**9
 """Size in bytes of a file of weights, if no layout is given."""
+_WITHOUT_ADAPTERS = AdaptersConfig()
 _FLAGS: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {},
     torch.bfloat16: {"bf16": True},
@@ -188,7 +190,9 @@ def write_megalite(
     return write_checkpoint(source, TrainingState(0, 0, 0), asdict(run), directory, cut, workers, advance)
 
 
-def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+def weights_of_ranks(
+    model: ModelConfig, parallel: ParallelConfig, adapters: AdaptersConfig = _WITHOUT_ADAPTERS
+) -> Iterator[list[tuple[str, Box]]]:
     """Yield for each rank the boxes of weights and modules' state that it would save.
 
     The number of ranks is the smallest one that the layout allows. The model of each rank is built on the meta device.
@@ -204,9 +208,12 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
         ranks = mesh.ranks("pp")
         chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
+        for chunk in chunks:
+            train_a_part(chunk, adapters)
         return Contents.of(chunks, mesh, DataParallel(torch.float32))
 
-    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
+    saves_frozen = adapters.lora_rank is None
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1, saves_frozen=saves_frozen)
     for rank in range(size):
         yield [(part.name, part.box) for part in plan.saved(rank) if not is_optimizer_state(part.name)]
 

@@ -55,6 +55,11 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(run: Run, base: Path,
     assert {name.split("/")[0] for name in saved} == {"model", "optimizer"}
     named = json.loads((step(whole, 4) / "manifest.json").read_text())["config"]["base"]
     assert named["path"] == str(step(base, 2))
+    of_ranks = words("--tensor-model-parallel-size 2 --load")
+    run_tool("reshard", *of_ranks, parts, "--save", tmp_path / "of ranks")
+    assert_same_checkpoint(step(tmp_path / "of ranks", 4), step(whole, 4))
+    shutil.rmtree(parts)
+    shutil.move(tmp_path / "of ranks", parts)
     run(*flags, *words("--tp 2 --sequence-parallel"), "--train-iters", 5, "--save", parts, *RESUMED, world_size=2)
     run(*CONSTANT, *LORA, "--use-dora", "--train-iters", 5, "--save", whole, *RESUMED)
     assert abs(losses(parts)[-1] - losses(whole)[-1]) < 1e-5
