@@ -49,9 +49,10 @@ class CheckpointConfig:
     """Write progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
     """Run directory, or its URL: the run starts from its latest checkpoint, which only save's own folder may lack. Or a
-    Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others."""
+    Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others. Or
+    one of PEFT: it starts with these adapters of the base that the folder names."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint of save if there is one, else from load; without load start anew."""
+    """auto: continue from save's checkpoint, else from load; without load start anew."""
     branch_from: str | None = None
     """RUN@STEP: begin a new run, in save, from the checkpoint of this step of another run directory (or its latest,
     RUN@latest), with all that it has: weights, optimizer, position. The new run says where it comes from."""
@@ -96,10 +97,11 @@ class CheckpointConfig:
 
     @property
     def loads_huggingface(self) -> bool:
-        """True if load is a Hugging Face folder."""
+        """True if load is a Hugging Face folder, or one of PEFT."""
         if self.load is None or is_url(self.load):
             return False
-        return os.path.isfile(os.path.join(self.load, "config.json"))  # False if the path is not valid on this system
+        files = (os.path.join(self.load, name) for name in ("config.json", "adapter_config.json"))
+        return any(map(os.path.isfile, files))  # False if the path is not valid on this system
 
     @property
     def loads_where_it_saves(self) -> bool:

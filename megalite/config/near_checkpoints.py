@@ -14,7 +14,7 @@ _FOLDERS, _NAMED = 200, 4
 """Number of folders that are looked into, and of those that a message names."""
 _SECONDS = 2.0
 """Time after which no further folder is looked into: one of a cluster's file system may have very many files."""
-_NAMES = ("manifest.json", ".metadata", "config.json", "latest_checkpointed_iteration.txt")
+_NAMES = ("manifest.json", ".metadata", "config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
 def require_load(settings: CheckpointConfig) -> None:

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.alarms import AlarmsConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.corruption import CorruptionConfig
@@ -77,6 +78,8 @@ class RunConfig(TaskConfig):
     """A teacher, a larger model to learn from."""
     preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Training on pairs of responses."""
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """Adapters and frozen weights."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

@@ -128,6 +128,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _survivors(config),
         _corruption(config, world_size),
         _alarms(config),
+        _adapters(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -202,6 +203,15 @@ def _alarms(config: TaskConfig) -> Iterable[str]:
     from megalite.config.validate_alarms import alarm_problems  # few runs have them
 
     return alarm_problems(config)
+
+
+def _adapters(config: RunConfig) -> Iterable[str]:
+    """Return a line for each relation of adapters and frozen weights that does not hold."""
+    if not changed(config.adapters, "*"):
+        return ()
+    from megalite.config.validate_adapters import adapter_problems  # few runs have them
+
+    return adapter_problems(config)
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:

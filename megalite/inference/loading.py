@@ -10,10 +10,12 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion import peft
 from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
-from megalite.conversion.native import open_megalite
+from megalite.conversion.native import open_folder, open_megalite
 from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError
@@ -38,7 +40,7 @@ class TrainedModel:
     ends: tuple[int, ...]
     """Tokens before which its texts end, as far as its files name them."""
     opened: OpenedModel | None = None
-    """Source of the weights of a Hugging Face folder."""
+    """Source of the weights of a Hugging Face folder, or of a base in which adapters are merged."""
     mean: bool = False
     """True: take the mean of the weights of a checkpoint in place of the weights."""
     left_out: frozenset[str] = frozenset()
@@ -55,18 +57,22 @@ def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
     if CheckpointConfig(load=str(directory)).loads_huggingface:
         if mean:
             raise CheckpointError(f"--ema: {load} is a Hugging Face folder, which has no mean of the weights: drop it")
-        opened = open_huggingface(Path(str(directory)), depths=False)
+        folder = Path(str(directory))
+        opened = open_folder(folder) if (folder / peft.CONFIG).is_file() else open_huggingface(folder, depths=False)
+        opened = opened.without_depths()
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)
     path = resolve(directory)
     config = checkpoint.read_config(path)
+    adapters = checkpoint.saved_section(path, config, AdaptersConfig)
+    merged = None if adapters.lora_rank is None else open_megalite(path).without_depths()
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
     model = checkpoint.model_config(path, config)
     left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
     length, ends = data.seq_length, data.eos_token_ids
-    return TrainedModel(path, without_depths(model), dtype, data, length, ends, mean=mean, left_out=left_out)
+    return TrainedModel(path, without_depths(model), dtype, data, length, ends, merged, mean, left_out)
 
 
 def load_for_generation(
@@ -133,7 +139,9 @@ def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: st
     does.
     """
     flags = model.tokenizer or TokenizerFlags()
-    if model.opened is not None or (model.ends and not (flags.tokenizer_type or tokenizer_model)):
+    if (model.opened is not None and model.opened.is_huggingface) or (
+        model.ends and not (flags.tokenizer_type or tokenizer_model)
+    ):
         return frozenset(model.ends or {tokenizer.eod})
     folder = tokenizer_folder(tokenizer_model or flags.tokenizer_model)
     return frozenset({tokenizer.eod, *model.ends}) | (end_tokens(folder) if folder else frozenset())

@@ -195,6 +195,8 @@ class GPT(StageModule):
         context = self._context(micro_batch, None)
         hidden, terms = self._run_stage(inputs.get(HIDDEN_STATES), micro_batch, context)
         if self.head is None:
+            if torch.is_grad_enabled() and not self.config.trains_indexers_alone:
+                hidden.requires_grad_()  # as `messages` declares, also if all weights up to here are frozen
             return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
         if labels is not None and (own := micro_batch.token_loss) is not None:

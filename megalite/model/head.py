@@ -111,7 +111,7 @@ class OutputLayer(ColumnParallelLinear):
         self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, LossOptions(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input: Tensor,
         labels: Tensor | None = None,

@@ -180,11 +180,14 @@ class Optimizer:
         for bucket in self.frozen:
             yield from frozen_slices(bucket, *bucket.shard_spec.updated)
 
-    def saved_slices(self) -> Iterator[StateSlice]:
-        """Yield the values and state that this rank saves. Over all ranks, each element is saved once."""
+    def saved_slices(self, *, frozen: bool = True) -> Iterator[StateSlice]:
+        """Yield the values and state that this rank saves. Over all ranks, each element is saved once.
+
+        `frozen`: with the frozen values.
+        """
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
-        for bucket in self.frozen:
+        for bucket in self.frozen if frozen else ():
             yield from frozen_slices(bucket, *bucket.shard_spec.saved)
 
     @contextmanager

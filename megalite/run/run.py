@@ -123,7 +123,7 @@ class Run:
     def _begin(self) -> None:
         """Build the trainer, and load the newest checkpoint that is whole."""
         config, mesh = self.config, self.mesh
-        resume_point = find_resume_point(config.checkpoint, mesh)
+        resume_point = self.task.start(find_resume_point(config.checkpoint, mesh))
         chosen = self._synchronization
         trainer = chosen.trainer
         if self.task.optimizers:

@@ -50,6 +50,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.several import SeveralOptimizers, optimizer_of
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
+from megalite.parallel.adapter import train_a_part
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
@@ -150,7 +151,7 @@ def make_networks(
 ) -> list[GPT]:
     """Return stages with these layers. `ends`: the ranks of the first and the last stage."""
     training, fused_loss = config.training, config.kernels.fused_linear_cross_entropy
-    return gpt.make_chunks(
+    chunks = gpt.make_chunks(
         model,
         mesh,
         parts,
@@ -161,6 +162,9 @@ def make_networks(
         dtype=model_dtype(config),
         attention_ways=attention_ways(config.parallel),
     )
+    for chunk in chunks:
+        train_a_part(chunk, config.adapters)
+    return chunks
 
 
 def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:
@@ -268,6 +272,8 @@ def make_plan(
     synchronization: Synchronization | None = None,
     optimizer: Optimizer | None = None,
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
+    *,
+    saves_frozen: bool = True,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
@@ -277,6 +283,7 @@ def make_plan(
         synchronization: that of the ranks; None: plain data parallelism.
         optimizer: that of this rank, if there is one, so that its network is not built again.
         optimizers: those of the task.
+        saves_frozen: that of the task.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = synchronization.options(data_parallel(config, mesh, stages))
@@ -298,6 +305,7 @@ def make_plan(
         replicas=synchronization.replicas,
         fraction_on_host=lambda rank: config_of_rank(config, rank).offload.fraction_on_host,
         own=optimizer,
+        saves_frozen=saves_frozen,
         optimizers=optimizers,
     )
 

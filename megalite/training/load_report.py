@@ -40,6 +40,7 @@ _OTHERWISE = {
     "optimizer": "optimizer_backend store_param_remainders",
     "synchronization": "all_reduce_algorithm",
     "alarms": "",
+    "adapters": "",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy
@@ -50,7 +51,7 @@ _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it 
 _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
 _SECTIONS_OF_STATE = (
-    *("alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
+    *("alarm_history", "base", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
     *(PARENTS, "merged"),
 )
 _UNKNOWN = "unknown to this version of megalite, and not read"
@@ -197,6 +198,8 @@ def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
                 fate = KeyFate(name, "refused" if section == "model" else "noted", _UNKNOWN)
             elif section == "model" and name not in NOT_THE_FUNCTION:
                 fate = KeyFate(name, "used", "the network, which a run must have too; --use-checkpoint-args takes it")
+            elif section == "adapters" and name != "lora_dropout":
+                fate = KeyFate(name, "used", "what is trained, which a run that continues must have too")
             elif name in of_tokenizer:
                 fate = KeyFate(name, "used", "the tokenizer of generation, evaluation and --use-checkpoint-args")
             elif name in compared:

@@ -28,6 +28,7 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
+from megalite.training.resume import ResumePoint
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
@@ -90,6 +91,7 @@ class Task(ABC):
         has_empty_slots: micro-batches can be empty: all their tokens are padding, which counts nowhere.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
+        saves_frozen: False if frozen weights are those of a base, which checkpoints name instead of saving it.
         sources: sources of the samples of training; None: they have one, or none is told.
         counted_memory: bytes that this rank keeps on its device, as `summary` has counted them; None before.
     """
@@ -109,6 +111,7 @@ class Task(ABC):
     offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
     has_empty_slots: bool = False
+    saves_frozen: bool = True
     sources: Sources | None = None
     counted_memory: int | None = None
 
@@ -195,6 +198,14 @@ class Task(ABC):
         return iter(())
 
     # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def start(self, found: ResumePoint) -> ResumePoint:
+        """Return where the run starts, if `found` is what the flags name. Raises CheckpointError."""
+        return found
+
+    def open_base(self, path: AnyPath, described: Manifest) -> OpenedModel | None:
+        """Open the weights that the checkpoint at `path` names instead of having them; None if it names none."""
+        return None
 
     @abstractmethod
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
+from megalite.checkpoint.fingerprint import BASE, fingerprint
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.mixed import Resumed
 from megalite.data.sampler import Deal, Ranges, sample_at
 from megalite.entry_points import entry_point
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
@@ -127,13 +128,23 @@ class Trainer:
         self.parents: tuple[Parent, ...] = ()
         self.evaluation_left = False
         self.loaded = Loaded()
+        self._base: dict[str, Any] = {}
         self.loss_scale = builder.make_loss_scale(config)
         self._skipped: Gradients | None = None  # of the last step, if its NaN or infinity is to be located
         self._time_line: Recording | None = None
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         chunks_at = partial(task.make_chunks, stages=stages)
-        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer, task.optimizers)
+        self.plan = builder.make_plan(
+            config,
+            chunks_at,
+            mesh,
+            stages,
+            synchronization,
+            self.optimizer,
+            task.optimizers,
+            saves_frozen=task.saves_frozen,
+        )
         self.checkpoints: Checkpoints | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
@@ -367,6 +378,8 @@ class Trainer:
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
         if self.alarms is not None:
             config |= self.alarms.saved()
+        if not self.task.saves_frozen:
+            config |= self._base_for_checkpoint()
         if self.left_out:
             config[LEFT_OUT] = {"ranges": self.left_out}
         return self._training_state(), {**config, **saved_parents(self.parents), **self.shares.saved()}
@@ -408,13 +421,19 @@ class Trainer:
             if resume_point.optimizer:
                 check_optimizers(path, described, self.task.optimizers)
                 self.task.check_trained(path, described)
+            copied = resume_point.alone or resume_point.holders is not None  # with the frozen weights
+            base = None if copied else self.task.open_base(path, described)
+        if base is not None:
+            self.load_model(base)
+        if not self.task.saves_frozen:
+            self._know_base(path, described)
         state = checkpoint.load(
             path,
             self.network,
             self.optimizer,
             self.mesh,
             described=described,
-            plan=None if resume_point.alone or resume_point.holders else self.plan,
+            plan=None if copied else self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
@@ -422,9 +441,13 @@ class Trainer:
             holders=resume_point.holders,
         )
         self.task.loaded()
-        notes = load_notes(
-            described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
-        ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        notes = (
+            self.loaded.notes
+            + load_notes(
+                described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
+            )
+            + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        )
         records = None
         decisions: Sequence[Decision] = ()
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
@@ -483,6 +506,23 @@ class Trainer:
             fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
         self.loaded = Loaded((*opened.notes, *rounding_notes(opened, builder.model_dtype(self.config))))
+        self._base = {"path": opened.path}
+
+    def _know_base(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if the frozen weights are not those of the run that saved a checkpoint."""
+        theirs, ours = described.config.get(BASE, {}), fingerprint(self.optimizer, self.mesh)
+        if theirs.get("fingerprint") != ours:
+            raise CheckpointError(
+                f"{path} has adapters of other weights than {self._base.get('path') or 'the seed'} gives now in this "
+                "precision: give the precision and the base of its run"
+            )
+        self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
+
+    def _base_for_checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint says of frozen weights that it does not have. Called by all ranks together."""
+        if "fingerprint" not in self._base:
+            self._base = {**self._base, "fingerprint": fingerprint(self.optimizer, self.mesh)}
+        return {BASE: self._base}
 
     # ------------------------------------------------------------------------------------------------ metrics
 

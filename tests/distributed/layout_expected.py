@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import (
+    ADAPTERS_OF_ORACLE,
     CLIP_ALPHA,
     Cell,
     batch,
@@ -159,9 +160,13 @@ class Expected:
 def expected(alone: Cell) -> Expected:
     """Return the oracle's training from the initial weights of every layout; `alone` is a `Cell.alone()`."""
     initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
+    adapters = ADAPTERS_OF_ORACLE.get(alone.adapters or "")
+    if adapters is not None:
+        initial |= adapters.initial(initial, SEED, alone.torch_dtype, noise=0.2)
     indexing = oracle(alone).indexing
     weights = {name: value.clone() for name, value in initial.items()}
     trained = {name: each for name, each in weights.items() if indexing is None or indexing.trains(name)}
+    trained = trained if adapters is None else {name: each for name, each in trained.items() if ".lora_" in name}
     for each in trained.values():
         each.requires_grad_()
     optimizers = torch_optimizers(alone, trained)
@@ -180,12 +185,13 @@ def expected(alone: Cell) -> Expected:
         dropped = dropout(alone, step, SEED)
         largest.append({})
         model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
-        normed = model.normed(weights, *fields, dropped, routing)
-        logits = model.logits_of(weights, normed)
+        used = weights if adapters is None else adapters.merged(weights)
+        normed = model.normed(used, *fields, dropped, routing)
+        logits = model.logits_of(used, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)
         shared = (whole.positions, whole.document_ids, whole.loss_mask, dropped, routing)
-        further = depths(alone).losses(model, weights, normed, text, *shared, **loss_terms(alone))
+        further = depths(alone).losses(model, used, normed, text, *shared, **loss_terms(alone))
         loss = total / count.clamp(min=1.0) + sum(further)
         experts = oracle(alone).experts
         if experts is not None:
@@ -270,7 +276,7 @@ def group_of(name: str) -> str:
     """Return the group of parameters that the tensor of this name belongs to."""
     if name in ("embedding.word", "output"):
         return "token_tables"
-    return "vectors" if name.endswith(("bias", "sink", "A_log", ".D")) or "norm" in name else "weights"
+    return "vectors" if name.endswith(("bias", "magnitude", "sink", "A_log", ".D")) or "norm" in name else "weights"
 
 
 def norms_by_group(tensors: Tensors) -> dict[str, float]:

@@ -35,6 +35,7 @@ from megalite.optim.offloaded import HostState, declared_copies
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
+from megalite.parallel.adapter import add_adapters
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.largest_logits import largest_of_all
@@ -56,6 +57,7 @@ from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.kernels import compile_layers
 from megalite.training.unequal_shares import UnequalShares
 from tests.distributed.layout_cell import (
+    ADAPTERS,
     RECOMPUTE,
     Cell,
     Split,
@@ -303,7 +305,7 @@ def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list
 def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
     """Return the stages of the cell's model on the mesh's rank, which need not be a rank of a process."""
     parts, stages, ranks = cell.parts(), cell.stages, mesh.ranks("pp")
-    return gpt.make_chunks(
+    chunks = gpt.make_chunks(
         model_config(cell),
         mesh,
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
@@ -314,6 +316,9 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         dtype=cell.torch_dtype,
         attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather", cell.chains),),
     )
+    for chunk in chunks if cell.adapters is not None else ():
+        add_adapters(chunk, ADAPTERS[cell.adapters])
+    return chunks
 
 
 def with_messages(stages: Stages, cell: Cell) -> Stages:

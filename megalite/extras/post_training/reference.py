@@ -93,7 +93,15 @@ class Reference(FrozenNetwork):
     """Copy of the network that is trained, with its current weights."""
 
     def __init__(self, chunks: Sequence[GPT], engine: PipelineEngine[MicroBatch], optimizer: Optimizer) -> None:
-        """Copy this rank's stages. All ranks make it together."""
+        """Copy this rank's stages. All ranks make it together.
+
+        Raises ConfigurationError if a part of the network is frozen.
+        """
+        if optimizer.frozen:
+            raise ConfigurationError(
+                "run.reference() copies a network that is trained whole, and a part of this one is frozen: "
+                "run.teacher(FOLDER) loads its base beside it"
+            )
         super().__init__(chunks[0].config, [chunk.stage_layers for chunk in chunks], chunks, engine, optimizer)
         self._trained = optimizer
         self.refresh()
