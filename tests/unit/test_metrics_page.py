@@ -25,7 +25,7 @@ from tests.harness.metrics_page import explained, undocumented
 README = Path(__file__).parents[2] / "README.md"
 TIMING = Timing([[1.0] * len(OF_A_STEP)] * 2, ["host"] * 2, {"tp": [0.0, 1.0]}, [1.0, 2.0])
 OF_TERMS = {LM_LOSS.name, LOSS, Z_LOSS, ENTROPY, INDEXER_LOSS, *(loss.name for loss in BALANCING_LOSSES.values())}
-OF_TERMS |= {"rewards", *(loss_name(PreferenceConfig(preference_loss=each)) for each in ("dpo", "ipo"))}
+OF_TERMS |= {"distill_loss", "rewards", *(loss_name(PreferenceConfig(preference_loss=each)) for each in ("dpo", "ipo"))}
 SPEED = {"tokens_per_second": 1.0, "mfu": None}
 
 
