@@ -30,13 +30,14 @@ mkdir -p "$SAVE"
 
 all=0
 for count in "${steps[@]}"; do all=$((all + count)); done
+first=$((steps[0] * TOKENS))
 cat >"$SAVE/mix.yaml" <<END
 sources:
   short: {path: $DATA}
   long: {path: $LONG_DATA}
 phases:
   - weights: {short: 95, long: 5}
-  - from: $((steps[0] * TOKENS))
+  - from: $first
     weights: {short: 60, long: 40}
 END
 
