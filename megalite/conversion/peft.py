@@ -40,6 +40,7 @@ from megalite.small_files import shown
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 WORDS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_LONGEST_PATH = 4096
 _READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "revision"),
@@ -106,11 +107,18 @@ def read_config_of_adapters(folder: Path) -> dict[str, Any]:
     for key in sorted(config.keys() - _READ - _WITHOUT_EFFECT - {"init_lora_weights"}):
         if config[key] and config[key] != _AS_IS.get(key):
             problems.append(f"{key} is {shown(config[key])}, which megalite does not have")
-    numbers: list[Any] = [config.get("r"), config.get("lora_alpha")]
-    numbers += [value for key in ("rank_pattern", "alpha_pattern") for value in (config.get(key) or {}).values()]
-    if not all(type(each) in (int, float) and 0 < each < 2**31 for each in numbers):
-        problems.append("r, lora_alpha and their patterns must be numbers above 0")
-    names = [name for key in ("rank_pattern", "alpha_pattern") for name in config.get(key) or {}]
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    dropout = config.get("lora_dropout") or 0.0
+    if not (isinstance(ranks, dict) and isinstance(alphas, dict)):
+        raise CheckpointError(f"{path}: rank_pattern and alpha_pattern must be objects")
+    if not all(type(each) is int and 0 < each < 2**31 for each in (config.get("r"), *ranks.values())):
+        problems.append("r and rank_pattern must be whole numbers above 0")
+    factors: list[Any] = [config.get("lora_alpha"), *alphas.values()]
+    if not all(type(each) in (int, float) and 0 < each < 2**31 for each in factors):
+        problems.append("lora_alpha and alpha_pattern must be numbers above 0")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        problems.append(f"lora_dropout is {shown(dropout)}, which is no share below 1")
+    names = [*ranks, *alphas]
     if others := [name for name in names if not re.fullmatch(r"[\w.]+", name)]:
         problems.append(f"{shown(others[0])} in rank_pattern or alpha_pattern is no plain name")
     if problems:
@@ -121,11 +129,11 @@ def read_config_of_adapters(folder: Path) -> dict[str, Any]:
 def base_folder(folder: Path) -> Path:
     """Return the folder of the base that a folder of PEFT names. Raises CheckpointError if it is not here."""
     named = read_json(folder / CONFIG, largest=LARGEST_CONFIG).get("base_model_name_or_path")
-    for place in (Path(named), folder / named) if isinstance(named, str) and named else ():
-        if place.is_dir():
+    for place in (Path(named), folder / named) if isinstance(named, str) and 0 < len(named) < _LONGEST_PATH else ():
+        if place.is_dir() and not (place / CONFIG).is_file():  # adapters of adapters, or of themselves, are none
             return place
     raise CheckpointError(
-        f"{folder / CONFIG}: base_model_name_or_path is {shown(named)}, which is no folder here: write that of the base"
+        f"{folder / CONFIG}: base_model_name_or_path is {shown(named)}, which is no folder of a base here: write its own"
     )
 
 
@@ -277,7 +285,7 @@ def _own_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of the adapters of a matrix. `base`: that of magnitudes; None without DoRA."""
     matrix, part = place.matrix, place.box
-    if part.numel * 1 != math.prod(matrix.tensor.shape[d] for d in (*matrix.rows, *matrix.columns)):
+    if part.numel != math.prod(matrix.tensor.shape[d] for d in (*matrix.rows, *matrix.columns)):
         raise CheckpointError(f"{matrix.name} lies in several modules of the files: its adapters cannot be joined")
     a = torch.zeros(rank, len(place.columns), dtype=factors[A].dtype)
     a[: len(factors[A])] = factors[A][:, place.columns]

@@ -279,12 +279,14 @@ class Update:
         self, weights: Sequence[Tensor], a: Tensor, b: Sequence[Tensor], magnitudes: Sequence[Tensor]
     ) -> Tensor:
         """Return the factors of the output's columns, [width], by which rows get the lengths of DoRA."""
-        factors = torch.ones(self.width, dtype=a.dtype, device=a.device)
+        # In fp32 or wider: a difference of lengths of a thousandth would be lost in bf16.
+        wide = torch.promote_types(a.dtype, torch.float32)
+        factors = torch.ones(self.width, dtype=wide, device=a.device)
         for term in self.terms:
             first, now = self._lengths(term, weights[term.weight], a, b[term.weight])
             columns = term.of_output(torch.arange(self.width, device=a.device)[None]).flatten()
-            factors = factors.index_copy(0, columns, (first + magnitudes[term.weight][term.rows]) / now)
-        return factors
+            factors = factors.index_copy(0, columns, (first + magnitudes[term.weight][term.rows].to(wide)) / now)
+        return factors.to(a.dtype)
 
     @torch.no_grad()
     def _lengths(self, term: Term, weight: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -294,7 +296,7 @@ class Update:
         squares = both.to(torch.promote_types(both.dtype, torch.float32)).square_().sum(-1)
         if self.over is not None:
             squares = collectives.all_reduce_(squares, self.over)
-        return squares.sqrt_().to(a.dtype).unbind()
+        return squares.sqrt_().unbind()
 
 
 class Places(Protocol):

@@ -123,6 +123,11 @@ def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: Para
         _, saved, _ = checkpoint.newest_whole(paths, lambda path: saved_adapters(path, checkpoint.read_config(path)))
         if saved.lora_rank is not None:
             return found
+        if found.branches:
+            raise ConfigurationError(
+                f"--branch-from {settings.branch_from} is of a run without adapters, with which these begin a run of "
+                "their own: give its directory by --load"
+            )
         if settings.save is not None and paths[0].parent == open_directory(settings.save):
             raise ConfigurationError(
                 f"--save {settings.save} has {paths[0].name} of a run without adapters: give --load {settings.save} "

@@ -94,6 +94,12 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def check_alike(checkpoints: Sequence[CheckpointReader], *, means: bool) -> None:
     """Raise CheckpointError if checkpoints do not have the same tensors, or have no weights that can be averaged."""
     last = checkpoints[-1]
+    for each in checkpoints:
+        if each.manifest.config.get("adapters", {}).get("lora_rank") is not None:
+            raise CheckpointError(
+                f"{each.path} has adapters, whose mean is not that of the weights that they make: merge them into their "
+                "base by tools/checkpoint/convert.py, and average those"
+            )
     wanted = {name: kind for name, kind in last.tensors.items() if name.startswith((MODEL, STATE))}
     for each in checkpoints:
         if any(name.startswith(REPLICA + MODEL) for name in each.tensors):
