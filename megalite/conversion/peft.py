@@ -133,8 +133,8 @@ def base_folder(folder: Path) -> Path:
         if place.is_dir() and not (place / CONFIG).is_file():  # adapters of adapters, or of themselves, are none
             return place
     raise CheckpointError(
-        f"{folder / CONFIG}: base_model_name_or_path is {shown(named)}, which is no folder of a base here: write that of "
-        "the base"
+        f"{folder / CONFIG}: base_model_name_or_path is {shown(named)}, which is no folder of a base here: write the "
+        "path of the base"
     )
 
 

@@ -97,8 +97,8 @@ def check_alike(checkpoints: Sequence[CheckpointReader], *, means: bool) -> None
     for each in checkpoints:
         if each.manifest.config.get("adapters", {}).get("lora_rank") is not None:
             raise CheckpointError(
-                f"{each.path} has adapters, whose mean is not that of the weights that they make: merge them into their "
-                "base by tools/checkpoint/convert.py, and average those"
+                f"{each.path} has adapters, whose mean is not that of the weights that they make: merge them into "
+                "their base by tools/checkpoint/convert.py, and average those"
             )
     wanted = {name: kind for name, kind in last.tensors.items() if name.startswith((MODEL, STATE))}
     for each in checkpoints:
