@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +16,14 @@ from megalite.extras.post_training.pairs import open_pairs
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.storage import open_directory, write_atomically
+from megalite.small_files import parse_json
+from megalite.storage import open_directory, read_small, write_atomically
 from megalite.training.data import chat_template
 
 NAME = "reference_log_probabilities"
 _VALUES = np.dtype("<f8")
+_LARGEST_LINE = 1 << 16
+"""Largest line of JSON in bytes."""
 
 
 class ReferenceFile:
@@ -69,18 +71,18 @@ class ReferenceFile:
     def _read(self) -> np.ndarray:
         """Return the values; none if there is no file. Raises ConfigurationError."""
         try:
-            content = self._path.read_bytes()
+            largest = self.count * _VALUES.itemsize + _LARGEST_LINE
+            line, _, body = read_small(self._path, largest=largest).partition(b"\n")
+            told = parse_json(line)
+            of, model, longest = told["pairs"], told["model"], told["longest"]
+            is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
+            is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
+            is_shorter = longest < self._longest
         except FileNotFoundError:
             return np.zeros(0)
-        line, _, body = content.partition(b"\n")
-        told: dict[str, Any] = {}
-        try:
-            told = json.loads(line)
-            is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
-            of, model, longest = told["pairs"], told["model"], told["longest"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again") from error
-        if of != self._of_data or longest < self._longest:
+        if of != self._of_data or is_shorter:
             raise ConfigurationError(
                 f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: "
                 "give another directory as --reference-log-probabilities"
