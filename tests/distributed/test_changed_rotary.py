@@ -16,6 +16,7 @@ ROPE = f"{DENSE} --position-embedding-type rope"
 YARN = f"{DENSE} --position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_yarn_where_that_is_allowed(tmp_path: Path, rank_pools: RankPools) -> None:
     on_ranks(rank_pools, 1, saved, f"{ROPE} --train-iters 2 --save {tmp_path}")
     on = f"--train-iters 4 --load {tmp_path}"
