@@ -144,18 +144,7 @@ class ScheduledMix:
         return {SECTION: self.mix.history.saved()}
 
     def resume(self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges) -> Resumed:
-        """Continue from a checkpoint: of a mix, of a blend, or of other data.
-
-        Args:
-            path: the checkpoint, for messages.
-            saved: its configuration.
-            consumed_samples: samples that its run had consumed, of that run's length.
-            left_out: samples that the run passes over.
-
-        Raises:
-            ConfigurationError, DataError: the run cannot go on with these flags or sources.
-            CheckpointError: the history cannot be read.
-        """
+        """Continue from a checkpoint of a mix, of a blend, or of other data; see `MixedSamples.resume`."""
         length, former = self._data.seq_length, former_length(path, saved, self._data.seq_length)
         number, notes = sample_at(consumed_samples - 1, left_out) + 1, []
         following = number if former == length else -(-number * former // length)

@@ -168,12 +168,13 @@ class Mix:
     def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
         """Return the tokens of each source among the first samples, as figures of a record.
 
-        `left_out`: samples that are passed over, and are not consumed.
+        `left_out`: samples that are passed over, and are not consumed. Those before the first sample of a mix, which a
+        blend passed over, count as given: their sources are not known here.
         """
         number = sample_at(consumed_samples - 1, left_out) + 1
         given = self.tokens_until(number)
         for first, last in left_out:
-            if last < number:
+            if self._firsts[0] <= first and last < number:
                 passed, until = self.tokens_until(first), self.tokens_until(last + 1)
                 given = {name: tokens - until[name] + passed[name] for name, tokens in given.items()}
         return {f"consumed_tokens/{printable(name)}": float(tokens) for name, tokens in given.items()}

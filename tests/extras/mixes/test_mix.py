@@ -203,11 +203,21 @@ def test_a_source_stops_at_its_epochs(prefixes: dict[str, str], tmp_path: Path) 
 
 
 def test_epochs_count_what_a_blend_has_taken(prefixes: dict[str, str], tmp_path: Path) -> None:
-    """Behind a blend that has read half of math, 1.5 epochs of it are one more."""
+    """A blend has read half of math: 1.5 epochs of it are one more."""
     data = replace(WHOLE, data_path=(prefixes["math"],))
     mix = run_of(prefixes, tmp_path, (0, {"web": 1, "math": 1}), math=1.5).open()
     mix.resume(WHERE, of_blend(data, 30), 5, ())
     assert len(samples_of(mix, range(5, 100))["math"]) == (int(1.5 * 37) - 20) // 4
+
+
+def test_samples_that_a_blend_has_left_out_end_no_run(prefixes: dict[str, str], tmp_path: Path) -> None:
+    """The figures of a mix begin with its own samples: those that the blend passed over have no source there."""
+    data = replace(WHOLE, data_path=(prefixes["code"],))
+    mix = run_of(prefixes, tmp_path, (0, {"code": 1})).open()
+    left_out = [(2, 4)]
+    assert mix.resume(WHERE, of_blend(data, 30), 10, left_out).consumed_samples == 10
+    assert mix.after(10, left_out) == {"consumed_tokens/code": 13 * 4.0}
+    assert mix.after(12, [*left_out, (14, 15)]) == {"consumed_tokens/code": 15 * 4.0}
 
 
 def test_the_order_is_of_the_seed_and_the_content(prefixes: dict[str, str], tmp_path: Path) -> None:
