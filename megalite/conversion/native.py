@@ -56,7 +56,9 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def open_folder(path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True) -> OpenedModel:
+def open_folder(
+    path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True, depths: bool = True
+) -> OpenedModel:
     """Open a checkpoint, as `open_megalite`, a Hugging Face folder, as `open_huggingface`, or one of PEFT, with the
     base that it names. Raises CheckpointError.
     """
@@ -64,7 +66,7 @@ def open_folder(path: AnyPath, dtype: torch.dtype | None = None, *, compare: boo
         folder = Path(str(path))
         return peft.open_peft(folder, open_folder(peft.base_folder(folder), dtype, compare=compare))
     if (path / "config.json").is_file() and not (path / manifest.NAME).is_file():
-        opened = open_huggingface(Path(str(path)), compare=compare)
+        opened = open_huggingface(Path(str(path)), compare=compare, depths=depths)
     else:
         opened = open_megalite(path, dtype)
     return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -13,8 +12,7 @@ from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingC
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion import peft
-from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
+from megalite.conversion.huggingface import end_tokens, tokenizer_folder
 from megalite.conversion.native import open_folder, open_megalite
 from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
@@ -57,9 +55,7 @@ def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
     if CheckpointConfig(load=str(directory)).loads_huggingface:
         if mean:
             raise CheckpointError(f"--ema: {load} is a Hugging Face folder, which has no mean of the weights: drop it")
-        folder = Path(str(directory))
-        opened = open_folder(folder) if (folder / peft.CONFIG).is_file() else open_huggingface(folder, depths=False)
-        opened = opened.without_depths()
+        opened = open_folder(directory, depths=False).without_depths()
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)

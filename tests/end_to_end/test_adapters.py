@@ -16,6 +16,7 @@ from tests.end_to_end.runs import (
     Run,
     assert_same_checkpoint,
     losses,
+    metrics,
     saved_tensors,
     saved_weights,
     words,
@@ -118,3 +119,10 @@ def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, 
     run(*CONSTANT, "--train-iters", 1, "--load", tmp_path / "merged", "--finetune", "--save", tmp_path / "of merged")
     assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of merged")[0]) < 1e-5
     assert all(".lora_" in name for name in saved_tensors(step(tmp_path / "of peft", 1)))
+    run(*CONSTANT, "--train-iters", 1, "--load", base, "--finetune", "--save", tmp_path / "of base")
+    assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of base")[0]) > 1e-4
+    # As a teacher, too, the folder is the model that its adapters make.
+    for name in ("peft", "merged"):
+        run(*CONSTANT, "--train-iters", 1, "--distill-from", tmp_path / name, "--save", tmp_path / f"taught by {name}")
+    taught = [metrics(tmp_path / f"taught by {name}")[0]["distill_loss"] for name in ("peft", "merged")]
+    assert abs(taught[0] - taught[1]) < 1e-5 < taught[0]

@@ -10,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.config import CheckpointConfig, ModelConfig, RunConfig
+from megalite.config import ModelConfig, RunConfig
 from megalite.config.distillation import DistillationConfig
 from megalite.config.fields import with_defaults
 from megalite.config.parallel import context_parallel_problems
 from megalite.config.pipeline_layout import virtual_stages
-from megalite.conversion.huggingface import open_huggingface
-from megalite.conversion.native import open_megalite
+from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
@@ -63,11 +61,8 @@ def _open(config: RunConfig, tokens: int) -> OpenedModel:
     """Open the teacher of a run, for a network with this number of tokens."""
     path, model = config.distillation.distill_from, config.model
     assert path is not None
-    if CheckpointConfig(load=path).loads_huggingface:
-        opened = open_huggingface(Path(path), depths=False)
-    else:
-        opened = open_megalite(open_directory(path), model_dtype(config))
-    opened, flag = opened.without_depths(), f"--distill-from {path}"
+    opened = open_folder(open_directory(path), model_dtype(config), depths=False).without_depths()
+    flag = f"--distill-from {path}"
     if opened.config.vocab_size != tokens:
         raise ConfigurationError(
             f"{flag}: the teacher has {opened.config.vocab_size} tokens, and the network that is trained has "
