@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megalite.errors import MegaliteError
     from megalite.extras.post_training.receivers import SGLangReceiver, VLLMReceiver
     from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
+    from megalite.library.adapters import add_lora
     from megalite.library.experts import Experts
     from megalite.library.layer_kinds import register_layer
     from megalite.library.layers import (
@@ -66,6 +67,7 @@ __all__ = [
     "Trainer",
     "VLLMReceiver",
     "VocabParallelEmbedding",
+    "add_lora",
     "gather_sequence",
     "receive_weights",
     "register_layer",
@@ -101,6 +103,7 @@ _MODULES = {
     "Trainer": "library.trainer",
     "VLLMReceiver": "extras.post_training.receivers",
     "VocabParallelEmbedding": "library.layers",
+    "add_lora": "library.adapters",
     "gather_sequence": "library.layers",
     "split_sequence": "library.layers",
     "token_positions": "library.layers",

@@ -28,6 +28,16 @@ _ENTRY_POINTS = {
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
     "report_at_end": "megalite.extras.report.at_end:report_at_end",
     "text_sampler": "megalite.extras.post_training.text_sampler:TextSampler",
+    "check_teacher": "megalite.extras.post_training.distillation:check_teacher",
+    "teacher": "megalite.extras.post_training.distillation:Teacher",
+    "distilled_terms": "megalite.extras.post_training.distillation:distilled_terms",
+    "preference_datasets": "megalite.extras.post_training.pairs:build_pair_datasets",
+    "preference_task": "megalite.extras.post_training.preference_task:PreferenceTask",
+    "scheduled_mix": "megalite.extras.mixes.from_flags:ScheduledMix",
+    "blend_change_notes": "megalite.extras.mixes.blend_changes:blend_change_notes",
+    "unit_notes": "megalite.extras.mixes.units:unit_notes",
+    "ledger_lines": "megalite.extras.mixes.ledger:ledger_lines",
+    "mixed_prefixes": "megalite.extras.mixes.schedule:mixed_prefixes",
     "replan": "megalite.extras.planner.replan:replan",
 }
 

@@ -34,6 +34,11 @@ def without_credentials(text: str) -> str:
     return _SECRETS.sub(r"\1...", _CREDENTIALS.sub("", text))
 
 
+def place_of(path: AnyPath) -> str:
+    """Return what a record may say of a place: its absolute path, or its URL without credentials."""
+    return str(path.absolute()) if isinstance(path, Path) else without_credentials(str(path))
+
+
 def open_directory(place: str) -> AnyPath:
     """Return the directory for the value of a flag: a path, or a URL that fsspec supports.
 

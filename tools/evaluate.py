@@ -1,4 +1,4 @@
-"""Measure how well a model predicts text, and its results in the tasks of lm_eval."""
+"""Measure how well a model predicts text, what it finds in long texts, and its results in the tasks of lm_eval."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from megalite.checkpoint.compatibility import (
     model_config,
     same_depths,
     saved_section,
+    with_rotary_of,
 )
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.formats import FORMATS
@@ -59,4 +60,5 @@ __all__ = [
     "remove_old",
     "same_depths",
     "saved_section",
+    "with_rotary_of",
 ]

@@ -38,6 +38,11 @@ NOT_THE_FUNCTION = {
 
 _CHOOSING = "dsa_indexer_topk_freq"
 _NOT_OF_INDEXERS = {*NOT_THE_FUNCTION, "dsa_indexer_skip_topk_offset"}
+_OF_ROTARY = [
+    *("position_embedding_type", "rotary_base", "window_rotary_base", "rotary_seq_len_interpolation_factor"),
+    *("use_rope_scaling", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *(f.name for f in fields(ModelConfig) if f.name.startswith(("rope_scaling_", "yarn_"))),
+]
 _OF_PATTERN = ("num_layers", "moe_layer_freq", "hybrid_layer_pattern")
 
 
@@ -94,6 +99,22 @@ def indexers_agree(saved: ModelConfig, model: ModelConfig) -> bool:
     return theirs == ours or None in [each["dsa_indexer_topk"] for each in given]
 
 
+def with_rotary_of(saved: ModelConfig, model: ModelConfig) -> tuple[ModelConfig, str]:
+    """Return `saved` with the base and scaling of the rotary embeddings of `model`, and the differences in words.
+
+    Nothing is changed if one of the two has other positions than rotary embeddings. These have no weights, so a
+    checkpoint fits any of them.
+    """
+    if {saved.position_embedding_type, model.position_embedding_type} - {"rope", "yarn"}:
+        return saved, ""
+    other = replace(saved, **{name: getattr(model, name) for name in _OF_ROTARY})
+    theirs, ours = function_of(saved), function_of(other)
+    different = [
+        name for name in _OF_ROTARY if theirs[name] != ours[name] and getattr(saved, name) != getattr(other, name)
+    ]
+    return other, ", ".join(f"{name} {getattr(saved, name)} -> {getattr(other, name)}" for name in different)
+
+
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
     """Raise CheckpointError if the network in the checkpoint does not compute the same function as `model`.
 
@@ -126,6 +147,8 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
             lines.append("  (--finetune leaves out indexers that the run lacks, and begins those that it adds anew)")
         elif "dsa_indexer_topk" in different:
             lines.append("  (--finetune goes on with indexers that choose another number of keys)")
+        if {*different} <= {*_OF_ROTARY} and with_rotary_of(saved, model)[1]:
+            lines.append("  (--allow-changed-rotary goes on with other rotary embeddings, as for longer samples)")
         raise CheckpointError(
             "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )

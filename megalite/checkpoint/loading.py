@@ -28,6 +28,7 @@ from megalite.checkpoint.relayout import Origin, is_extra, notes, origin, saved_
 from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.weight_mean import EMA
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
 from megalite.parallel.collectives import all_gather_json
@@ -114,6 +115,8 @@ def load(
                 if (master := part.tensors.get("master")) is not None:
                     master.copy_(part.values)
         if optimizer is not None:
+            _begin_means(optimizer, manifest if state else None)
+        if optimizer is not None:
             optimizer.steps = manifest.training.optimizer_steps if state else 0
     return manifest.training
 
@@ -144,6 +147,8 @@ def load_weights(
         _zero_the_rest(module, optimizer, state=False)
         for name, part, region in held:
             source.fill(name, part.box, region.values.view(part.box.size))
+        if optimizer is not None:
+            _begin_means(optimizer, None)
 
 
 def relayout_notes(
@@ -319,6 +324,16 @@ def _check_all_used(
     if unused:
         problems = [f"{name} {list(manifest.tensors[name].shape)} has no place in this run's model" for name in unused]
         raise CheckpointError(f"loading {path} failed: it is from another model:\n{_listed(problems)}")
+
+
+@torch.no_grad()
+def _begin_means(optimizer: Optimizer, loaded: Manifest | None) -> None:
+    """Let the means of weights begin with the weights, but for those that a checkpoint had; `loaded`: its manifest."""
+    for part in optimizer.slices():
+        if (mean := part.tensors.get(EMA)) is not None:
+            names = [f"{OPTIMIZER}{EMA}/{piece.tensor.name}" for piece in part.parameter.sharding.pieces]
+            if loaded is None or not loaded.tensors.keys() >= {*names}:
+                mean.copy_(part.tensors.get("master", part.values))
 
 
 @torch.no_grad()

@@ -51,6 +51,8 @@ from megalite.storage import AnyPath, read_small
 NAME = "manifest.json"
 MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
 MASTER = OPTIMIZER + "master/"
+MEAN = OPTIMIZER + "ema/"
+"""Prefix of the mean of a weight that a run has kept."""
 REPLICA = "replica/"
 """Prefix of a tensor whose first axis enumerates replicas."""
 RANK = "rank/"

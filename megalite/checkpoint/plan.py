@@ -95,6 +95,7 @@ class Plan:
         replicas: int = 1,
         fraction_on_host: Callable[[int], float] = lambda rank: 0.0,
         own: Optimizer | None = None,
+        saves_frozen: bool = True,
         optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
     ) -> None:
         """Create the plan.
@@ -112,9 +113,11 @@ class Plan:
             fraction_on_host: returns the share of a rank's elements whose state is on the host.
             own: the optimizer of this rank. Ranks that differ from it only in their data-parallel position have the
                 same contents, which are then not built.
+            saves_frozen: False to leave out frozen weights, which are those of another model.
             optimizers: the hyperparameters by the name of the optimizer, if there are several.
         """
         self.mesh, self._contents_at, self._optimizer, self._optimizers = mesh, contents_at, optimizer, optimizers
+        self.saves_frozen = saves_frozen
         self._zero_stage, self._instances, self._fraction_on_host = zero_stage, instances, fraction_on_host
         self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
         self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
@@ -154,7 +157,8 @@ class Plan:
         replica, first = self._position(rank)
         known, contents = self._contents(first)
         at = self._inner.coordinates_of(first)
-        specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *contents.frozen)]
+        frozen = contents.frozen if self.saves_frozen or not saved else ()
+        specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *frozen)]
         trained = specs[: len(contents.trained)]
         on_host = [0] * len(specs)
         if fraction := self._fraction_on_host(rank):
@@ -363,11 +367,11 @@ def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]
     return _regions_here(slices, states, optimizer, saved=False)
 
 
-def saved_regions(optimizer: Optimizer) -> list[Region]:
-    """Return the regions that this rank writes. They match its part of the plan."""
+def saved_regions(optimizer: Optimizer, *, frozen: bool = True) -> list[Region]:
+    """Return the regions that this rank writes. They match its part of the plan. `frozen`: with frozen weights."""
     rank, at = optimizer.mesh.rank, optimizer.mesh.coordinates_of(optimizer.mesh.rank)
     main = [each for each in _states_here(optimizer) if is_main_replica(each[1].sharding, rank, at)]
-    return _regions_here(optimizer.saved_slices(), main, optimizer, saved=True)
+    return _regions_here(optimizer.saved_slices(frozen=frozen), main, optimizer, saved=True)
 
 
 def _states_here(optimizer: Optimizer) -> list[tuple[str, State]]:

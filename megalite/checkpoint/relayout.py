@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, REPLICA, Manifest, SavedTensor, plain_name, split_name
 from megalite.checkpoint.tensors import TensorBox
 from megalite.errors import CheckpointError
-from megalite.optim.replica import ANCHOR, EXTRA_STATE, Relayout, Replica, sources
+from megalite.optim.replica import ANCHOR, OPTIONAL_STATE, Relayout, Replica, sources
+from megalite.optim.weight_mean import EMA
 from megalite.parallel.sharding import Box
 
 _DONE = {"sum": "summed into", "average": "averaged into", "drop": "dropped, and start as zeros for"}
@@ -40,7 +41,7 @@ def _without_axis(box: Box) -> Box:
 def is_extra(tensor: str) -> bool:
     """Return whether a tensor is extra state, which a checkpoint or a run may lack."""
     plain = plain_name(tensor)
-    return plain.startswith(OPTIMIZER) and plain.split("/")[1] in EXTRA_STATE
+    return plain.startswith(OPTIMIZER) and plain.split("/")[1] in OPTIONAL_STATE
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def notes(manifest: Manifest, parts: Iterable[TensorBox], *, extra: bool = True)
         wanted.add(kind)
         saved = manifest.tensors.get(saved_name(manifest, plain, part))
         if saved is None and is_extra(plain):
-            begins = "with the weights" if kind == ANCHOR else "as zeros"
+            begins = "with the weights" if kind in (ANCHOR, EMA) else "as zeros"
             lines[f"note: the checkpoint has no {kind} for some weights: it begins {begins}"] = None
         if saved is not None and (before := replicas_of(saved)) != (now := replicas_of(part)):
             done = _done(part.relayout or saved.relayout, before)

@@ -177,7 +177,8 @@ class Saver:
         yield transaction.path
 
     def _regions(self) -> list[Region]:
-        return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
+        regions = saved_regions(self._optimizer, frozen=self._plan.saves_frozen)
+        return [region for region in regions if self._includes(region.part)]
 
     def _includes(self, part: TensorBox) -> bool:
         return self._state or not is_optimizer_state(part.name)

@@ -31,14 +31,17 @@ def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
     return found
 
 
-def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Candidates:
-    """Return the checkpoint of one iteration as the only candidate. Raises ConfigurationError if there is none."""
+def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh, flag: str) -> Candidates:
+    """Return the checkpoint of one iteration, which `flag` asks for, as the only candidate.
+
+    Raises ConfigurationError if there is none.
+    """
     with raise_on_all_ranks(mesh, f"looking for a checkpoint in {directory}"):
         there = run_directory.iterations(directory)
     check_all_see(str(there), directory, mesh)
     if iteration not in there:
         holds = f"only steps {', '.join(map(str, there))}" if there else "no checkpoint"
-        raise ConfigurationError(f"--ckpt-step {iteration}: {directory} has {holds}")
+        raise ConfigurationError(f"{flag}: {directory} has {holds}")
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megalite.conversion.opened import OpenedModel
     from megalite.process.progress import Advance
 
-Kind = Literal["megalite", "hf", "megatron"]
+Kind = Literal["megalite", "hf", "megatron", "peft"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Arguments:
     """The flags; their names are those of Megatron-LM's tool."""
 
     loader: Kind
-    """Format of --load-dir: a run directory (or a checkpoint in it) of megalite, a Hugging Face folder, or
-    Megatron's."""
+    """Format of --load-dir: a run directory (or a checkpoint in it) of megalite, a Hugging Face folder, Megatron's, or
+    a folder of PEFT. Adapters are merged into the base that they name, unless --saver is peft."""
     saver: Kind
     """Format of --save-dir."""
     load_dir: str
@@ -50,6 +50,8 @@ class Arguments:
     """The kind of model: there is only one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
+    ema: bool = False
+    """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
     target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
@@ -75,6 +77,14 @@ def main() -> None:
     from megalite.process.progress import show_progress
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
+    if arguments.loader == arguments.saver and opened.adapters is None:
+        raise ConfigurationError("--loader equals --saver: megalite-reshard rewrites a checkpoint of megalite")
+    if arguments.saver == "peft":
+        from megalite.conversion.peft import write_peft
+
+        write_peft(opened, Path(arguments.save_dir), dtype=dtype(arguments))
+        say(f"{arguments.save_dir}: the adapters of {opened.what}")
+        return
     if arguments.saver == "hf":
         from megalite.conversion.huggingface import without_unknown_depths
 
@@ -106,8 +116,10 @@ def main() -> None:
 
 def check(arguments: Arguments) -> None:
     """Raise ConfigurationError for flags that contradict each other."""
-    if arguments.loader == arguments.saver:
+    if arguments.loader == arguments.saver != "megalite":
         raise ConfigurationError("--loader equals --saver: megalite-reshard rewrites a checkpoint of megalite")
+    if arguments.saver == "peft" and arguments.verify:
+        raise ConfigurationError("--verify compares all weights, and a folder of PEFT has adapters alone: drop it")
     for name, savers in (
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),
@@ -117,6 +129,8 @@ def check(arguments: Arguments) -> None:
             raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
+    if arguments.ema and arguments.loader != "megalite":
+        raise ConfigurationError("--ema needs --loader megalite: the others have no mean of the weights")
     if not Path(arguments.load_dir).is_dir():
         raise CheckpointError(no_checkpoint(arguments.load_dir, "--load-dir"))
 
@@ -134,7 +148,14 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
-        return open_megalite(folder, dtype(arguments) if kind == arguments.loader else None)
+        loads = kind == arguments.loader
+        return open_megalite(folder, dtype(arguments) if loads else None, mean=loads and arguments.ema)
+    if kind == "peft":
+        from megalite.conversion.native import open_folder
+
+        if not (folder / "adapter_config.json").is_file():
+            raise CheckpointError(f"{folder} has no adapter_config.json: it is not a folder of PEFT")
+        return open_folder(folder)
     if kind == "hf":
         if not (folder / "config.json").is_file():
             other = "" if (found := checkpoints_in(folder)) is None else f" (--loader {found} reads its checkpoint)"

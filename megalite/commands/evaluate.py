@@ -1,9 +1,11 @@
-"""Measure how well a model predicts text, and its results in the tasks of lm_eval.
+"""Measure how well a model predicts text, what it finds in long texts, and its results in the tasks of lm_eval.
 
     python tools/evaluate.py --load run/small-llama --data-path run/corpus_text_document --stride 64
     python tools/evaluate.py --load run/small-llama --text held_out.jsonl notes.txt
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/evaluate.py \\
         --load run/large --tensor-model-parallel-size 2 --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 8 tools/evaluate.py \\
+        --load run/long --context-parallel-size 8 --needle-lengths 4096 32768 131072 --micro-batch-size 1
 
 Any layout works, whatever layout the model was trained on: ranks beyond tensor times pipeline parallel share the work.
 docs/evaluation.md defines the figures.
@@ -20,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megalite.config.fields import PositiveFloat, PositiveInt
+from megalite.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Share, flag_of
 from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
     from megalite.inference.loading import TrainedModel
+    from megalite.inference.needle import Haystack
+
+DEPTHS, TRIALS, SEED = (0.0, 0.25, 0.5, 0.75, 1.0), 10, 1234
+"""Defaults of --needle-depths, --needle-trials and --needle-seed."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class Arguments:
 
     load: str
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
+    ema: bool = False
+    """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin and .idx files to predict; with several, give a weight before each, or before none."""
     text: tuple[str, ...] = ()
@@ -54,6 +62,16 @@ class Arguments:
     """Examples before each question of a task; unset: the task's own number."""
     include_path: str | None = None
     """Folder with your own tasks."""
+    needle_lengths: tuple[PositiveInt, ...] = ()
+    """Hide a number in texts of these many tokens, ask for it, and count how often the model finds it."""
+    needle_depths: tuple[Share, ...] = ()
+    """Places of the number, as shares of the text before it; unset: 0 0.25 0.5 0.75 1."""
+    needle_trials: PositiveInt | None = None
+    """Texts of each length and depth; unset: 10."""
+    needle_haystack: str | None = None
+    """File of text, or prefix of .bin and .idx files, to hide the number in; unset: sentences that are made up."""
+    needle_seed: NonNegativeInt | None = None
+    """Seed of names, numbers and texts; unset: 1234."""
     limit: PositiveFloat | None = None
     """Take only this many documents of each data set and of each task; below 1: this share of them."""
     seq_length: int | None = None
@@ -89,6 +107,7 @@ def main() -> int:
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
+    from megalite.inference.needle import find_needles, needle_table
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.launch import joined
@@ -96,7 +115,7 @@ def main() -> int:
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    model, batch_size = open_model(arguments.load), arguments.micro_batch_size
+    model, batch_size = open_model(arguments.load, mean=arguments.ema), arguments.micro_batch_size
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     cp = arguments.context_parallel_size
     check_layout(model.config, tp, pp)
@@ -109,6 +128,7 @@ def main() -> int:
     length, stride = lengths(arguments, model)
     tokenizer = load_tokenizer(model, arguments.tokenizer_model)
     documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), None
+    haystack = read_filler(arguments, model, tokenizer, place.local_rank == 0) if arguments.needle_lengths else None
     if arguments.tasks:
         from megalite.inference import lm_eval_adapter
 
@@ -123,6 +143,16 @@ def main() -> int:
             results["data"] = [each.to_json() for each in figures]
             if mesh.rank == 0:
                 say(table(figures))
+        if haystack is not None:
+            depths, trials = arguments.needle_depths or DEPTHS, arguments.needle_trials or TRIALS
+            samples = len(arguments.needle_lengths) * len(depths) * trials
+            with progress("searching", samples, "texts", mesh.rank) as advance:
+                of_samples = (arguments.needle_lengths, depths, trials, seed_of(arguments))
+                found = find_needles(network, tokenizer, haystack, *of_samples, batch_size, advance)
+            results["needle"] = [each.to_json() for each in found]
+            results["haystack"] = haystack.name
+            if mesh.rank == 0:
+                say(needle_table(found))
         if tasks is not None:
             language_model = lm_eval_adapter.MegaliteLM(
                 network,
@@ -145,8 +175,16 @@ def main() -> int:
 
 def check(arguments: Arguments) -> None:
     """Raise ConfigurationError for flags that are wrong for every checkpoint."""
-    if not (arguments.data_path or arguments.text or arguments.tasks):
-        raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
+    if not (arguments.data_path or arguments.text or arguments.tasks or arguments.needle_lengths):
+        raise ConfigurationError(
+            "there is nothing to evaluate on: give --data-path, --text, --tasks or --needle-lengths"
+        )
+    for name in ("needle_depths", "needle_trials", "needle_haystack", "needle_seed"):
+        if not arguments.needle_lengths and getattr(arguments, name) not in (None, ()):
+            raise ConfigurationError(f"{flag_of(name)} is for --needle-lengths, which is not given")
+    for name in ("needle_lengths", "needle_depths"):
+        if len(set(getattr(arguments, name))) < len(getattr(arguments, name)):
+            raise ConfigurationError(f"{flag_of(name)} has a value twice: give each once")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
         raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
     if arguments.tasks and arguments.context_parallel_size > 1:
@@ -195,6 +233,34 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
     if arguments.text and any(each.weight is not None for each in documents):
         raise ConfigurationError("--text has no weight in the blend of --data-path: leave one of them out")
     return documents + read_texts(arguments.text, arguments.json_keys, tokenizer, arguments.limit)
+
+
+def read_filler(arguments: Arguments, model: TrainedModel, tokenizer: Tokenizer, verify: bool) -> Haystack:
+    """Return the text in which needles are hidden.
+
+    Args:
+        arguments: the flags.
+        model: the model.
+        tokenizer: its tokenizer.
+        verify: compare the checksums of token files.
+
+    Raises:
+        ConfigurationError: the model cannot read so many tokens, or its tokenizer has no text.
+        DataError: a file cannot be read or is damaged.
+    """
+    from megalite.inference.needle import generated_haystack, read_haystack
+
+    longest, rows = max(arguments.needle_lengths), model.config.learned_positions
+    if rows is not None and longest > rows:
+        raise ConfigurationError(f"--needle-lengths {longest}: the model has learned {rows} positions: at most these")
+    if arguments.needle_haystack is None:
+        return generated_haystack(longest, seed_of(arguments), tokenizer)
+    return read_haystack(arguments.needle_haystack, arguments.json_keys, tokenizer, verify)
+
+
+def seed_of(arguments: Arguments) -> int:
+    """Return --needle-seed, or its default."""
+    return SEED if arguments.needle_seed is None else arguments.needle_seed
 
 
 def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:

@@ -4,9 +4,11 @@
     python tools/inspect_dataset.py data/corpus_text_document --document 17 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
     python tools/inspect_dataset.py --config run/small-llama/config.yaml --sample 17
+    python tools/inspect_dataset.py --ledger run/small-llama
 
 The second decodes a document; without a tokenizer it shows the tokens. The third decodes what the run with this
-configuration sees as its sample 17, counted from its beginning.
+configuration sees as its sample 17, counted from its beginning. The fourth says what a run with --data-mix-schedule
+has taken of each source, and proves that nothing was lost or repeated.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.tool_arguments import ALSO_POSITIONAL, parse_tool_arguments
+from megalite.entry_points import entry_point
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say
 
@@ -37,6 +40,8 @@ class Arguments(TokenizerFlags):
     """The config.yaml that a run wrote."""
     sample: int | None = None
     """The sample of the run to show, from 0."""
+    ledger: str | None = None
+    """A run directory with a mix of data, or one of its checkpoints: show what each source has given, and prove it."""
 
 
 def main() -> None:
@@ -44,8 +49,14 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.errors import ConfigurationError
 
+    if arguments.ledger is not None:
+        if arguments.prefix is not None or arguments.config is not None:
+            raise ConfigurationError("--ledger is about a run: leave --prefix and --config out")
+        for line in entry_point("ledger_lines")(arguments.ledger):
+            say(line)
+        return
     if (arguments.prefix is None) == (arguments.config is None):
-        raise ConfigurationError("give a --prefix, or --config with --sample")
+        raise ConfigurationError("give a --prefix, --config with --sample, or --ledger")
     if (arguments.config is None) != (arguments.sample is None):
         raise ConfigurationError("--config and --sample need each other")
     if arguments.config is not None and arguments.sample is not None:
@@ -97,7 +108,7 @@ def show_sample(config_path: Path, sample: int) -> None:
     if not 0 <= sample < len(data.train):
         raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
     fields = data.train[sample]
-    counted, length = int(fields["loss_mask"].sum()), len(fields["tokens"])
+    counted, length = int((fields["loss_mask"] > 0).sum()), len(fields["tokens"])
     say(f"sample {sample}: {length} tokens, {counted} count in the loss")
     say(data.tokenizer.decode(fields["tokens"].tolist()))
 

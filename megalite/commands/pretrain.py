@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.near_checkpoints import require_load
+from megalite.config.near_checkpoints import require_checkpoint, require_load
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
 from megalite.entry_points import entry_point
+from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
 from megalite.lifecycle.startup import Startup
 from megalite.process.launchers import GENERATION
@@ -31,14 +32,21 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
     return saved_fields(settings, tokenizer_type)
 
 
-def main(*, hybrid: bool = False) -> int:
+def main(*, hybrid: bool = False, finetunes: bool = False) -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once.
 
-    `hybrid`: require what Megatron-LM's pretrain_hybrid.py does.
+    Args:
+        hybrid: require what Megatron-LM's pretrain_hybrid.py does.
+        finetunes: require conversations or pairs of responses.
     """
     place = place_from_environment(with_servers=True)
     single, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields, hybrid=hybrid)
+    if finetunes and not (arguments.config.data.sft or arguments.config.data.preference_data):
+        raise ConfigurationError(
+            "there is nothing to fine-tune on: give --preference-data, or --sft with --data-path (pretrain_gpt.py "
+            "trains on token files)"
+        )
     starts_warm = arguments.config.recovery.warm_restart and single is None and GENERATION not in os.environ
     ranks = place.world_size if single is None else single.world_size
     if starts_warm:
@@ -57,6 +65,8 @@ def main(*, hybrid: bool = False) -> int:
     config = resolve(arguments.config, ranks, place.local_world_size)
     require_load(config.checkpoint)
     place.require_servers(ranks - config.synchronization.workers(ranks))
+    if (teacher := config.distillation.distill_from) is not None:
+        require_checkpoint(teacher, "--distill-from")
     if starts_warm:
         return int(entry_point("run_warm")(config, place))
     startup.announce(config)
@@ -66,6 +76,8 @@ def main(*, hybrid: bool = False) -> int:
     from megalite.training.data import open_data
 
     data = open_data(config, place.local_rank)
+    if teacher is not None:
+        entry_point("check_teacher")(config, data.tokenizer)
 
     from megalite.parallel.device import local_device
     from megalite.run.run import Run
@@ -73,7 +85,8 @@ def main(*, hybrid: bool = False) -> int:
     from megalite.training.kernels import require_equal_dropout
 
     require_equal_dropout(config, local_device(place.local_rank))
-    with Run(config, partial(GPTTask, config, data), place, startup, (*arguments.notes, *data.notes)) as run:
+    task = entry_point("preference_task") if config.data.preference_data else GPTTask
+    with Run(config, partial(task, config, data), place, startup, (*arguments.notes, *data.notes)) as run:
         return run.train()
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from megalite.config import ParallelConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
@@ -52,7 +53,7 @@ def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     require_checkpoint(arguments.load)
-    from megalite.checkpoint import FORMATS, directory, model_config
+    from megalite.checkpoint import FORMATS, directory, model_config, saved_section
     from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.checkpoint.manifest import is_optimizer_state
     from megalite.checkpoint.reader import CheckpointReader
@@ -66,13 +67,15 @@ def main() -> None:
     if (arguments.files is None) == (layout is None):
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
+    config = reader.manifest.config
+    adapters = saved_section(reader.path, config, AdaptersConfig)
     tensors = {
         name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not is_optimizer_state(name)
     }
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None
-        else cut_by_weights(tensors, weights_of_ranks(model_config(reader.path, reader.manifest.config), layout))
+        else cut_by_weights(tensors, weights_of_ranks(model_config(reader.path, config), layout, adapters))
     )
     size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:

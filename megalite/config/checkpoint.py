@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,17 @@ from megalite.config.fields import NonNegativeInt, PositiveInt, given
 _OF_SAVE = """save_interval save_retain_interval save_optim async_save tolerated_save_failures log_progress
     resume"""
 _OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling resize_vocabulary"
-_OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler"
+_STEP = re.compile(r"\d{1,15}|latest")
+_OF_EITHER = """exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler
+    allow_changed_rotary"""
+
+
+@dataclass(frozen=True)
+class BranchPoint:
+    """Checkpoint with which a branch begins: run directory and step; None: its latest."""
+
+    run: str
+    step: int | None
 
 
 @dataclass(frozen=True)
@@ -38,9 +49,13 @@ class CheckpointConfig:
     """Write progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
     """Run directory, or its URL: the run starts from its latest checkpoint, which only save's own folder may lack. Or a
-    Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others."""
+    Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others. Or
+    one of PEFT: it starts with these adapters of the base that the folder names."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint of save if there is one, else from load; without load start anew."""
+    """auto: continue from save's checkpoint, else from load; without load start anew."""
+    branch_from: str | None = None
+    """RUN@STEP: begin a new run, in save, from the checkpoint of this step of another run directory (or its latest,
+    RUN@latest), with all that it has: weights, optimizer, position. The new run says where it comes from."""
     ckpt_step: NonNegativeInt | None = None
     """Load only the checkpoint of this step."""
     exit_on_missing_checkpoint: bool = False
@@ -56,6 +71,9 @@ class CheckpointConfig:
     resize_vocabulary: bool = False
     """Let the model of a Hugging Face folder grow if its tokenizer has more tokens: each new row of the embedding and
     of the output layer begins as the mean of the others."""
+    allow_changed_rotary: bool = False
+    """Continue although the rotary embeddings have another base or scaling than in the checkpoint, as they need for
+    longer samples (position-embedding-type yarn)."""
     use_checkpoint_opt_param_scheduler: bool = False
     """Keep the schedules of the learning rate and the weight decay of the checkpoint, if there is one, whatever the
     flags say."""
@@ -63,11 +81,27 @@ class CheckpointConfig:
     """Use the checkpoint's fields of the model and the tokenizer, unless flags give them."""
 
     @property
+    def branch(self) -> BranchPoint | None:
+        """Checkpoint that branch-from names; None if the run is no branch. Raises ValueError if it names none."""
+        if self.branch_from is None:
+            return None
+        run, _, step = self.branch_from.rpartition("@")
+        if not run or not _STEP.fullmatch(step):
+            raise ValueError(f"--branch-from {self.branch_from}: give RUN@STEP, such as run/a@1000, or RUN@latest")
+        return BranchPoint(run, None if step == "latest" else int(step))
+
+    @property
+    def may_continue(self) -> bool:
+        """True if the run may go on from a checkpoint of another directory, or of save by load."""
+        return self.load is not None or self.branch_from is not None
+
+    @property
     def loads_huggingface(self) -> bool:
-        """True if load is a Hugging Face folder."""
+        """True if load is a Hugging Face folder, or one of PEFT."""
         if self.load is None or is_url(self.load):
             return False
-        return os.path.isfile(os.path.join(self.load, "config.json"))  # False if the path is not valid on this system
+        files = (os.path.join(self.load, name) for name in ("config.json", "adapter_config.json"))
+        return any(map(os.path.isfile, files))  # False if the path is not valid on this system
 
     @property
     def loads_where_it_saves(self) -> bool:
@@ -97,6 +131,25 @@ def _one_name(directory: str) -> str:
     return directory.rstrip("/") if is_url(directory) else os.path.realpath(directory)
 
 
+def _branch_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield what is wrong with a branch, which begins with all of one checkpoint, in a directory of its own."""
+    try:
+        branch = checkpoint.branch
+    except ValueError as error:
+        yield str(error)
+        return
+    assert branch is not None
+    if checkpoint.save is None:
+        yield "--branch-from needs --save, the directory of the new run"
+    elif _one_name(checkpoint.save) == _one_name(branch.run):
+        yield (
+            f"--branch-from {checkpoint.branch_from} begins a new run: give another --save, or go back within this run "
+            "by --load and --ckpt-step"
+        )
+    for flag in given(checkpoint, f"load {_OF_LOAD}"):
+        yield f"{flag} contradicts --branch-from, which takes one checkpoint with all that it has: drop one"
+
+
 def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if checkpoint.save is None:
@@ -109,7 +162,9 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         )
     if checkpoint.save is not None and is_url(checkpoint.save) and checkpoint.log_progress:
         yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
-    if checkpoint.load is None:
+    if checkpoint.branch_from is not None:
+        yield from _branch_problems(checkpoint)
+    elif checkpoint.load is None:
         for flag in given(checkpoint, _OF_LOAD):
             yield f"{flag} needs --load, the run directory to load from"
         if checkpoint.resume is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, get_args
 
 from megalite.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, at_most, flag_of, needs
+from megalite.config.loss_weights import loss_weight_problems
 from megalite.config.tokenizer import FILES_AND_OPTIONS, TokenizerFlags, TokenizerType
 from megalite.errors import ConfigurationError
 
@@ -31,12 +32,21 @@ class DataConfig(TokenizerFlags):
     """File with the arguments of data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the arguments of train-, valid- and test-data-path under "train", "valid" and "test"."""
+    data_mix_schedule: str | None = None
+    """YAML file of sources, and of the weights with which they are mixed from which token on, instead of data-path."""
+    allow_changed_sources: bool = False
+    """Continue although the files of a source of the mix have changed: that source begins anew."""
+    phase_transition_iterations: str | None = None
+    """Steps after which later phases of data-mix-schedule begin, separated by commas; the file must say the same."""
     data_cache_path: str | None = None
     """Directory of the sample indices; unset: `cache` in the directory of the data."""
+    preference_data: tuple[str, ...] = ()
+    """JSONL files of pairs of responses to a prompt, a chosen and a rejected one, instead of data-path."""
     sft: bool = False
     """Train on JSONL files of conversations; only answers count in the loss."""
     chat_template: str | None = None
-    """Jinja template of a conversation, or a file that contains it, for sft; unset: the tokenizer's."""
+    """Jinja template of a conversation, or a file that contains it, for sft and preference-data; unset: the
+    tokenizer's."""
     fim_data: bool = False
     """Rearrange documents for fill in the middle."""
     fim_rate: Share = 0.5
@@ -73,6 +83,9 @@ class DataConfig(TokenizerFlags):
     """Restart positions at 0 after each end of document."""
     reset_attention_mask: bool = False
     """Let tokens attend only to their own document."""
+    loss_weights: tuple[str, ...] = ()
+    """Weights NAME=WEIGHT of tokens in the loss of training, by source of a blend, or by role with sft; other sources
+    have 1, and of other roles assistant 1 and the rest 0."""
     eod_mask_loss: bool = False
     """Mask the loss at positions whose input is the end-of-document token."""
     eos_token_ids: tuple[int, ...] = ()
@@ -81,8 +94,9 @@ class DataConfig(TokenizerFlags):
 
     @property
     def divided(self) -> bool:
-        """True if `split` divides one blend into training, validation and test."""
-        return bool(self.data_path or self.data_args_path)
+        """True if `split` divides one blend, or the sources of a mix, into training, validation and test."""
+        is_mixed = self.data_mix_schedule is not None and not (self.valid_data_path or self.test_data_path)
+        return bool(self.data_path or self.data_args_path or self.preference_data) or is_mixed
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
@@ -104,33 +118,46 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 def data_problems(data: DataConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
-    each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
-    ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
+    mixed = data.data_mix_schedule is not None
+    each = any((data.train_data_path, *(() if mixed else (data.valid_data_path, data.test_data_path))))
+    one_blend = data.data_path, data.data_args_path, data.per_split_data_args_path
+    ways = sum(map(bool, (*one_blend, each, data.mock_data, mixed, data.preference_data)))
     if ways == 0:
-        yield "there is no data: give --data-path or --mock-data"
+        yield "there is no data: give --data-path, --data-mix-schedule, --preference-data or --mock-data"
     elif ways > 1:
         yield (
             "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
-            "(with --valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data"
+            "(with --valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with "
+            "--valid-data-path and --test-data-path), --preference-data and --mock-data"
         )
     if each and not data.train_data_path:
         yield "--valid-data-path and --test-data-path need --train-data-path"
     if data.split != DataConfig.split and not (data.divided or data.mock_data):
-        yield f"--split {data.split!r} divides --data-path or --data-args-path: leave it out"
+        yield (
+            f"--split {data.split!r} divides --data-path, --data-args-path, or --data-mix-schedule without "
+            "--valid-data-path: leave it out"
+        )
     try:
         split_shares(data.split)
     except ConfigurationError as error:
         yield str(error)
+    yield from loss_weight_problems(data.loss_weights, sft=data.sft, mock_data=data.mock_data)
     yield from _forms_of_data(data)
 
 
 def _forms_of_data(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each option that does not fit the form of the data: conversations, texts with gaps, a mix."""
     if data.sft and (data.mock_data or data.fim_data):
         yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
     if data.sft and data.eod_mask_loss:
         yield "--eod-mask-loss is for token files: with --sft only answers have a loss"
-    if not data.sft:
-        yield from needs(data, "chat_template", "--sft")
+    if data.sft and data.data_mix_schedule is not None:
+        yield "--data-mix-schedule mixes token files: with --sft give the conversations by --data-path"
+    if data.data_mix_schedule is None:
+        yield from needs(data, "allow_changed_sources", "--data-mix-schedule")
+        yield from needs(data, "phase_transition_iterations", "--data-mix-schedule")
+    if not (data.sft or data.preference_data):
+        yield from needs(data, "chat_template", "--sft or --preference-data")
     if not data.fim_data:
         yield from needs(data, "fim_*", "--fim-data")
 
@@ -164,5 +191,6 @@ def evaluation_problems(data: DataConfig, eval_iters: int) -> Iterator[str]:
     with suppress(ConfigurationError):  # `data_problems` reports a split that cannot be parsed
         if eval_iters and data.divided and split_shares(data.split)[1] == 0:
             yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
-    if eval_iters and data.train_data_path and not data.valid_data_path:
+    is_given = data.train_data_path or (data.data_mix_schedule is not None and data.test_data_path)
+    if eval_iters and is_given and not data.valid_data_path:
         yield "there is nothing to validate on: give --valid-data-path, or --eval-iters 0"

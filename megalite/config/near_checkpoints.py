@@ -14,22 +14,25 @@ _FOLDERS, _NAMED = 200, 4
 """Number of folders that are looked into, and of those that a message names."""
 _SECONDS = 2.0
 """Time after which no further folder is looked into: one of a cluster's file system may have very many files."""
-_NAMES = ("manifest.json", ".metadata", "config.json", "latest_checkpointed_iteration.txt")
+_NAMES = ("manifest.json", ".metadata", "config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
 def require_load(settings: CheckpointConfig) -> None:
-    """Raise ConfigurationError if a run would find nothing in --load, which is not the folder that it saves to."""
-    if settings.load is None or settings.loads_where_it_saves:
-        return
+    """Raise ConfigurationError if a run would find nothing in --load, unless that is the folder that it saves to, or
+    in the run that it branches from.
+    """
     if settings.resume == "auto" and settings.save is not None and _may_have_checkpoint(settings.save):
         return
-    require_checkpoint(settings.load)
+    if (branch := settings.branch) is not None:
+        require_checkpoint(branch.run, "--branch-from")
+    elif settings.load is not None and not settings.loads_where_it_saves:
+        require_checkpoint(settings.load)
 
 
-def require_checkpoint(load: str) -> None:
-    """Raise ConfigurationError if a folder has nothing that looks like a checkpoint. URLs are not looked at."""
+def require_checkpoint(load: str, flag: str = "--load") -> None:
+    """Raise ConfigurationError if a flag's folder has nothing that looks like a checkpoint. URLs are not looked at."""
     if not _may_have_checkpoint(load):
-        raise ConfigurationError(no_checkpoint(load))
+        raise ConfigurationError(no_checkpoint(load, flag))
 
 
 def no_checkpoint(load: str, flag: str = "--load") -> str:

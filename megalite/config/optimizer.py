@@ -14,6 +14,7 @@ from megalite.config.fields import (
     PositiveInt,
     Share,
     ShareBelowOne,
+    ShareInside,
     at_most,
     flag_of,
     needs,
@@ -144,6 +145,9 @@ class OptimizerConfig:
     """Decay of lion's momentum."""
     adafactor_eps: PositiveFloat = 1e-30
     """Number that adafactor adds to squared gradients."""
+    ema_decay: ShareInside | None = None
+    """Keep a mean of the weights over the steps: mean = ema-decay * mean + (1 - ema-decay) * weight, from the initial
+    weights on, in fp32 or wider. Checkpoints have it, and --ema of the tools takes it."""
     use_precision_aware_optimizer: bool = False
     """Let the optimizer use the four dtypes that follow; needs bf16 or fp16."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -8,16 +8,19 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.alarms import AlarmsConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
+from megalite.config.distillation import DistillationConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import RecoveryConfig
 from megalite.config.reporting import ReportingConfig
 from megalite.config.synchronization import SynchronizationConfig
@@ -71,6 +74,12 @@ class RunConfig(TaskConfig):
     """The network."""
     data: DataConfig
     """Samples and tokenizer."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """A teacher, a larger model to learn from."""
+    preferences: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Training on pairs of responses."""
+    adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
+    """Adapters and frozen weights."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

@@ -38,7 +38,7 @@ class TokenizerFlags:
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer is for data already in tokens."""
     tokenizer_model: str | None = None
-    """File of the tokenizer: a .model of SentencePiece, tokenizer.json (or its folder), or ranks of a TikTokenizer."""
+    """File of the tokenizer (.model, tokenizer.json, ranks)."""
     vocab_file: str | None = None
     """The vocab.json of a GPT2BPETokenizer."""
     merge_file: str | None = None

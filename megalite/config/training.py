@@ -49,6 +49,12 @@ class TrainingConfig:
     """Samples of a batch of an evaluation, over all ranks; unset: the (last) global batch size of training."""
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
+    full_validation: bool = False
+    """Read every validation set once and whole in each evaluation, instead of eval-iters batches of it."""
+    multiple_validation_sets: bool = False
+    """Evaluate each prefix of the validation data by itself, as a set with a loss of its own."""
+    validation_set_names: tuple[str, ...] = ()
+    """Names of these sets, in their order; unset: the shortest ends of the prefixes that tell them apart."""
     exit_interval: PositiveInt | None = None
     """Save and exit when the step number is a multiple of this."""
     exit_duration_in_mins: PositiveFloat | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
-from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
+from megalite.config.data import data_problems, tokenizer_problems
 from megalite.config.fields import changed, needs, range_problems
 from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
@@ -18,12 +18,15 @@ from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems
+from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import recovery_problems
 from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_distillation import distillation_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
+from megalite.config.validate_evaluation import validation_problems
 from megalite.config.validate_experts import expert_run_problems
 from megalite.config.validate_logits import logit_problems
 from megalite.config.validate_model import (
@@ -95,6 +98,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _positions(config),
         relation_problems(model),
         prediction_problems(config),
+        distillation_problems(config),
         idle_positions(model),
         _layout(config),
         _communication(config),
@@ -106,11 +110,13 @@ def validate(config: RunConfig, world_size: int) -> None:
         training_problems(training, data.seq_length),
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
+        _mean(config),
         _offload(config),
         activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
-        evaluation_problems(data, training.eval_iters),
+        _preferences(config),
+        validation_problems(data, training),
         _recompute(config),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
@@ -122,6 +128,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _survivors(config),
         _corruption(config, world_size),
         _alarms(config),
+        _adapters(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -137,6 +144,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
+        _mean(config),
         _offload(config),
         offload_switch_problems(config.offload),
         _watchdog(config),
@@ -148,6 +156,15 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         _alarms(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def _preferences(config: RunConfig) -> Iterable[str]:
+    """Return a line for each relation of the options of preferences that does not hold."""
+    if not config.data.preference_data and config.preferences == PreferenceConfig():
+        return ()
+    from megalite.config.validate_preferences import preference_problems  # few runs have them
+
+    return preference_problems(config)
 
 
 def _elastic(config: RunConfig) -> Iterable[str]:
@@ -188,6 +205,15 @@ def _alarms(config: TaskConfig) -> Iterable[str]:
     return alarm_problems(config)
 
 
+def _adapters(config: RunConfig) -> Iterable[str]:
+    """Return a line for each relation of adapters and frozen weights that does not hold."""
+    if not changed(config.adapters, "*"):
+        return ()
+    from megalite.config.validate_adapters import adapter_problems  # few runs have them
+
+    return adapter_problems(config)
+
+
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     """Return a line for each relation of the options of synchronization that does not hold."""
     if config.synchronization == SynchronizationConfig():
@@ -195,6 +221,21 @@ def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     from megalite.config.validate_synchronization import synchronization_problems
 
     return synchronization_problems(config, world_size)
+
+
+def _mean(config: TaskConfig) -> Iterator[str]:
+    """Yield with what a mean of the weights is lost, or is not that of steps with one set of weights."""
+    chosen, flag = config.synchronization, f"--ema-decay {config.optimizer.ema_decay}"
+    if config.optimizer.ema_decay is None:
+        return
+    if not config.checkpoint.save_optim:
+        yield f"{flag} with --no-save-optim: the mean would not be saved; drop one of them"
+    if chosen.has_replicas or chosen.has_servers:
+        way = f"local-update {chosen.local_update}" if chosen.has_replicas else f"asynchronous {chosen.asynchronous}"
+        yield (
+            f"{flag} with --{way}: a step has not one set of weights there; drop one of them "
+            "(megalite-merge-checkpoints averages checkpoints)"
+        )
 
 
 def _bitwise(config: TaskConfig) -> Iterable[str]:

@@ -32,7 +32,7 @@ def division_problems(config: TaskConfig, world_size: int, seq_length: int) -> I
         sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
     schedule = training.batch_size_schedule(seq_length)
     # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
-    continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
+    continues = config.checkpoint.may_continue or config.checkpoint.resume is not None
     multiple, least = training.micro_batch_size * unit, training.micro_batch_size * copies
     fits = [size % multiple == 0 and size >= least for _, size in schedule]
     first = fits.index(True) if continues and True in fits else 0

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.atomic_files import writing
-from megalite.checkpoint import Contents, Plan, TrainingState
-from megalite.checkpoint.compatibility import model_config, saved_section
+from megalite.checkpoint import Contents, Plan, TrainingState, manifest
+from megalite.checkpoint.compatibility import check_same_function, model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
+from megalite.checkpoint.fingerprint import BASE, fingerprint_of
+from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.tensors import Source, widest
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
-from megalite.conversion.huggingface import copy_companions, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, Renamed, kept_in_fp32, logical_tensors, states_of_training
+from megalite.conversion import peft
+from megalite.conversion.adapters import Adapters
+from megalite.conversion.huggingface import copy_companions, open_huggingface, tokenizer_folder
+from megalite.conversion.opened import (
+    OpenedModel,
+    Renamed,
+    kept_in_fp32,
+    logical_tensors,
+    states_of_training,
+    tensors_of_training,
+)
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel
+from megalite.parallel.adapter import train_a_part
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.pipeline.stages import Stages
@@ -34,6 +47,7 @@ from megalite.storage import AnyPath, open_directory
 
 FILE = 5 * 10**9
 """Size in bytes of a file of weights, if no layout is given."""
+_WITHOUT_ADAPTERS = AdaptersConfig()
 _FLAGS: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {},
     torch.bfloat16: {"bf16": True},
@@ -42,11 +56,29 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedModel:
-    """Open the checkpoint in a folder, or the latest checkpoint of a run directory.
+def open_folder(
+    path: AnyPath, dtype: torch.dtype | None = None, *, compare: bool = True, depths: bool = True
+) -> OpenedModel:
+    """Open a checkpoint, as `open_megalite`, a Hugging Face folder, as `open_huggingface`, or one of PEFT, with the
+    base that it names. Raises CheckpointError.
+    """
+    if (path / peft.CONFIG).is_file() and not (path / "config.json").is_file():
+        folder = Path(str(path))
+        return peft.open_peft(folder, open_folder(peft.base_folder(folder), dtype, compare=compare))
+    if (path / "config.json").is_file() and not (path / manifest.NAME).is_file():
+        opened = open_huggingface(Path(str(path)), compare=compare, depths=depths)
+    else:
+        opened = open_megalite(path, dtype)
+    return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))
+
+
+def open_megalite(path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool = False) -> OpenedModel:
+    """Open the checkpoint in a folder, or the latest checkpoint of a run directory. Adapters are merged.
 
     `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from
-    the optimizer's master weights, if these are saved. Raises CheckpointError if no checkpoint can be read.
+    the optimizer's master weights, if these are saved. `mean`: take the mean of weights that the run has kept, rounded
+    to `dtype` or to the saved one, in place of the weights; frozen weights are their own. Raises CheckpointError if no
+    checkpoint, or no mean, can be read.
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
@@ -64,17 +96,70 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
+    source: Source = Renamed(reader, names)
+    if mean:
+        if not any(name.startswith(MEAN) for name in reader.tensors):
+            raise CheckpointError(f"--ema: {reader.path} has no mean of the weights: it was saved without --ema-decay")
+        kinds = {name: kind for name, kind in source.tensors.items() if not name.startswith(STATE)}
+        names |= {name: MEAN + name for name in kinds if MEAN + name in reader.tensors}
+        precise = {names[name] for name in kept_in_fp32(model)}
+        source = Renamed(reader, names, dtype or widest(kinds.values()), precise)
     data = saved_section(reader.path, config, DataConfig)
     tokenizer = {each.name: value for each in fields(TokenizerFlags) if (value := getattr(data, each.name))}
+    adapters = saved_section(reader.path, config, AdaptersConfig)
+    merged = None
+    if adapters.lora_rank is not None:
+        base = open_base(reader.path, config)
+        check_same_function(base.what, base.config, model)
+        merged = Adapters(adapters, base.source, source, tensors_of_training(model), base.path)
+        source = merged.merged()
     return OpenedModel(
         f"megalite, {reader.path}",
         model,
-        Renamed(reader, names),
+        source,
         tokenizer,
         data.seq_length,
         tokenizer_folder(tokenizer.get("tokenizer_model")),
         data.eos_token_ids,
+        adapters=merged,
     )
+
+
+def open_base(
+    path: AnyPath, config: Mapping[str, Any], elsewhere: str | None = None, *, verify: bool = True
+) -> OpenedModel:
+    """Open the base of the adapters in the checkpoint at `path`, whose configuration names it.
+
+    Raises CheckpointError if it cannot be opened, or has other weights.
+
+    Args:
+        elsewhere: where it may be, if it is not in its old place.
+        verify: read all of its weights, and compare their fingerprint.
+    """
+    named = config.get(BASE, {})
+    places = [place for place in (named.get("path"), elsewhere) if isinstance(place, str)]
+    opened, problems = None, []
+    for place in places:
+        try:
+            opened = open_folder(open_directory(place), torch.float32)
+            break
+        except CheckpointError as error:
+            problems.append(str(error))
+    if opened is None:
+        why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
+        raise CheckpointError(f"{path} has adapters of a base that cannot be opened (--load BASE names another): {why}")
+    if not verify:
+        return opened
+    training, precise = saved_section(path, config, TrainingConfig), kept_in_fp32(opened.config)
+    dtype = getattr(torch, training.dtype)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32) if name in precise else dtype
+
+    names = [name for name in opened.source.tensors if not name.startswith(STATE)]
+    if fingerprint_of(opened.source, names, dtype_of) != named.get("fingerprint"):
+        raise CheckpointError(f"{path} has adapters of other weights than {opened.what} has now: bring these back")
+    return opened
 
 
 def write_megalite(
@@ -116,7 +201,9 @@ def write_megalite(
     return write_checkpoint(source, TrainingState(0, 0, 0), asdict(run), directory, cut, workers, advance)
 
 
-def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+def weights_of_ranks(
+    model: ModelConfig, parallel: ParallelConfig, adapters: AdaptersConfig = _WITHOUT_ADAPTERS
+) -> Iterator[list[tuple[str, Box]]]:
     """Yield for each rank the boxes of weights and modules' state that it would save.
 
     The number of ranks is the smallest one that the layout allows. The model of each rank is built on the meta device.
@@ -132,9 +219,12 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
         ranks = mesh.ranks("pp")
         chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
+        for chunk in chunks:
+            train_a_part(chunk, adapters)
         return Contents.of(chunks, mesh, DataParallel(torch.float32))
 
-    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
+    saves_frozen = adapters.lora_rank is None
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1, saves_frozen=saves_frozen)
     for rank in range(size):
         yield [(part.name, part.box) for part in plan.saved(rank) if not is_optimizer_state(part.name)]
 

@@ -17,6 +17,7 @@ from megalite.config import ModelConfig
 from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.layer_costs import least_parameters
 from megalite.config.prediction import without_depths
+from megalite.conversion.adapters import Adapters
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
@@ -52,6 +53,10 @@ class OpenedModel:
     """True if the weights are in that folder, too."""
     notes: tuple[str, ...] = ()
     """Notes for the user, such as on weights that were left out."""
+    path: str | None = None
+    """Folder from which it was opened, as checkpoints of adapters name it."""
+    adapters: Adapters | None = None
+    """Adapters that are merged into the weights of `source`, with the base; None if there are none."""
 
     def without_depths(self) -> OpenedModel:
         """Return the network that predicts the next token alone, with a note if weights are left out."""

@@ -24,6 +24,8 @@ STRETCH = 1024
 """Smallest number of samples in a stretch."""
 LEAD = 256
 """Samples before a stretch that are computed to refine the guess of its initial counts."""
+_PIECE = 1 << 20
+"""Samples that are counted at once, to bound the memory."""
 DEFICITS = 1 << 19
 """Largest product of datasets and stretches, to bound the memory."""
 
@@ -194,6 +196,14 @@ class BlendedDataset(Generic[Sample]):
 
     def __len__(self) -> int:
         return len(self.dataset_index)
+
+    def counts(self, samples: int) -> list[int]:
+        """Return how many of the first samples are of each dataset."""
+        counts = np.zeros(len(self.datasets), np.int64)
+        for start in range(0, samples, _PIECE):
+            counts += np.bincount(self.dataset_index[start : min(start + _PIECE, samples)], minlength=len(counts))
+        found: list[int] = counts.tolist()
+        return found
 
     def __getitem__(self, sample: int) -> Sample:
         """Return a sample. Raises IndexError if there is no such sample."""

@@ -23,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from megalite.process.programs import python, start
 from megalite.small_files import parse_json, read_small_file, shown
 
 ANSWERS = "assistant"
+_ASKS = "user"
 OPTIONS = ("tools", "documents", "chat_template_kwargs")
 """Fields of a record for the chat template."""
 ORIGIN = (
@@ -58,13 +59,18 @@ class Span(NamedTuple):
 
     Attributes:
         text: text of the part.
-        learned: true if the part is an answer, which counts in the loss.
+        role: role of the message that the part is, if its tokens may have a weight in the loss; otherwise "".
         ends: true if the end-of-document token follows; it belongs to the part.
     """
 
     text: str
-    learned: bool
+    role: str = ""
     ends: bool = False
+
+    @property
+    def learned(self) -> bool:
+        """True for an answer, which counts in the loss if no weights are given."""
+        return self.role == ANSWERS
 
 
 @dataclass(frozen=True)
@@ -122,16 +128,20 @@ def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
 
 
 @contextmanager
-def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dict[str, Any]], list[Span]]]:
+def conversation_reader(
+    template: ChatTemplate | None, roles: Sequence[str] = (ANSWERS,)
+) -> Iterator[Callable[[dict[str, Any]], list[Span]]]:
     """Yield a function from a record to its spans.
 
     The function raises ValueError with a reason if a record is not a conversation.
+
+    `roles`: those whose messages are spans by themselves. A prompt is of the role user.
 
     Raises:
         DataError: the template is not valid.
         ConfigurationError: Jinja is not installed, or its version has a sandbox with known vulnerabilities.
     """
-    with nullcontext() if template is None else closing(_Renderer(template)) as renderer:
+    with nullcontext() if template is None else closing(_Renderer(template, roles)) as renderer:
 
         def spans(record: dict[str, Any]) -> list[Span]:
             """Return the spans of a record; a ValueError names a field that is missing or has no use."""
@@ -146,14 +156,14 @@ def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dic
                 if renderer is not None:
                     return renderer.spans(messages, options)
                 _refuse_unused(options, "messages without a chat template (--chat-template)")
-                return _plain(messages)
+                return _plain(messages, roles)
             prompt, completion = fields.pop("prompt", None), fields.pop("completion", None)
             if not isinstance(prompt, str) or not isinstance(completion, str):
                 raise ValueError(
                     'expected "messages", a list of {"role", "content"}, or texts "prompt" and "completion"'
                 )
             _refuse_unused(fields, '"prompt" and "completion"')
-            return [Span(prompt, False), Span(completion, True, ends=True)]
+            return [Span(prompt, _ASKS if _ASKS in roles else ""), Span(completion, ANSWERS, ends=True)]
 
         yield spans
 
@@ -189,19 +199,20 @@ def _messages(value: Any, has_template: bool) -> list[dict[str, Any]]:
     return messages
 
 
-def _learned(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message counts in the loss."""
-    return message["role"] == ANSWERS and message.get("weight", 1) != 0
+def _weighted(message: Mapping[str, Any], roles: Collection[str]) -> str:
+    """Return the role of a message if its tokens may count in the loss, otherwise ""."""
+    role: str = message["role"]
+    return role if role in roles and message.get("weight", 1) != 0 else ""
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[Span]:
+def _plain(messages: Sequence[Mapping[str, Any]], roles: Collection[str]) -> list[Span]:
     spans = []
     for message in messages:
         role, content = message["role"], message["content"]
         if role == ANSWERS:
-            spans += [Span(f"<|{role}|>\n", False), Span(content, _learned(message), ends=True)]
+            spans += [Span(f"<|{role}|>\n"), Span(content, _weighted(message, roles), ends=True)]
         else:
-            spans.append(Span(f"<|{role}|>\n{content}\n", False))
+            spans.append(Span(f"<|{role}|>\n{content}\n", _weighted(message, roles)))
     return spans
 
 
@@ -213,9 +224,9 @@ class _Renderer:
         ConfigurationError: Jinja is not installed, or its version has a sandbox with known vulnerabilities.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: ChatTemplate, roles: Sequence[str]) -> None:
         optional_import("jinja2", "jinja2>=3.1.6", "the chat template is written in Jinja")
-        self._template = template
+        self._template, self._roles = template, roles
         try:
             self._start()
         except ValueError as error:
@@ -231,9 +242,10 @@ class _Renderer:
         if self._process.returncode is not None:
             self._start()
         variables = self._variables(messages, options)
-        learned = iter([_learned(message) for message in messages if message["role"] == ANSWERS])
-        spans = self._ask([messages, variables])
-        return [Span(text, is_answer and next(learned)) for text, is_answer in spans]
+        spans = self._ask([messages, variables, self._roles])
+        return [
+            Span(text, "" if number is None else _weighted(messages[number], self._roles)) for text, number in spans
+        ]
 
     def _variables(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the variables of the template. Raises ValueError for one that it cannot use."""

@@ -3,8 +3,8 @@
 A template comes with a tokenizer of unknown origin, so it runs in Jinja's sandbox. The sandbox limits neither time nor
 memory. The template therefore also runs in a separate process, which cannot open files or start processes. Requests and
 answers are lines of JSON on its standard input and output: first the template, its special tokens and its variant for
-tools, then one conversation per line, its messages and further variables. An answer is `[result]` or `[null, reason]`.
-If an answer takes too long, the timer of the process kills it.
+tools, then one conversation per line: its messages, further variables, and the roles whose messages are to be found. An
+answer is `[result]` or `[null, reason]`. If it takes too long, the timer of the process kills it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -60,8 +60,8 @@ def main(seconds: float) -> None:
             if render is None:
                 render = compiled(*request)
             else:
-                messages, variables = request
-                answer = [spans_of(messages, variables, render)]
+                messages, variables, roles = request
+                answer = [spans_of(messages, variables, roles, render)]
             text = json.dumps(answer)
         except Exception as error:  # a template can raise every error that Python's operators raise
             text = json.dumps([None, reason(error)])
@@ -92,33 +92,47 @@ def compiled(source: str, special_tokens: Mapping[str, str], for_tools: str | No
     return render
 
 
-def spans_of(messages: list[dict[str, Any]], variables: Mapping[str, Any], render: Render) -> list[tuple[str, bool]]:
-    """Return the text of a conversation in parts, each with a flag that is true for answers.
+def spans_of(
+    messages: list[dict[str, Any]], variables: Mapping[str, Any], roles: Collection[str], render: Render
+) -> list[tuple[str, int | None]]:
+    """Return the text of a conversation in parts, each with the number of the message that it is, of these roles.
 
-    An answer begins after the rendered earlier messages with a prompt for an answer. It ends where the rendered
-    messages up to and including the answer end.
+    A message begins after the rendered earlier messages, and an answer after these with a prompt for an answer. It ends
+    where the rendered messages up to and including it end.
     """
-    whole, spans, at = render(messages, False, variables), list[tuple[str, bool]](), 0
+    whole, spans, at = render(messages, False, variables), list[tuple[str, int | None]](), 0
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(messages[:number], True, variables), render(messages[: number + 1], False, variables)
-            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
-                raise Unusable(
-                    "the chat template renders the beginning of this conversation alone differently than in all of "
-                    "it, so the answers cannot be found: give one that does not, as --chat-template"
-                )
-            answer, content = whole[len(before) : len(after)], message.get("content", "").strip()
-            header = answer[: max(answer.find(content), 0)].strip()
-            # A template without a header, such as Llama 2's, need not support add_generation_prompt.
-            if header and before == render(messages[:number], False, variables):
-                raise Unusable(
-                    f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer if "
-                    "add_generation_prompt asks for it, so it would be part of the loss: give one that does, as "
-                    "--chat-template"
-                )
-            spans += [(whole[at : len(before)], False), (answer, True)]
-            at = len(after)
-    return [*spans, (whole[at:], False)]
+        if message["role"] not in roles:
+            continue
+        answers = message["role"] == "assistant"
+        # Few templates can render no message at all, and what stands before all messages is of the first one.
+        before = render(messages[:number], answers, variables) if answers or number else ""
+        after = render(messages[: number + 1], False, variables)
+        if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
+            what = "the answers" if answers else f"what is said as {message['role'][:LONGEST_REASON]!r}"
+            raise Unusable(
+                "the chat template renders the beginning of this conversation alone differently than in all of "
+                f"it, so {what} cannot be found: give one that does not, as --chat-template"
+            )
+        if answers:
+            _check_header(messages, number, before, whole[len(before) : len(after)], variables, render)
+        spans += [(whole[at : len(before)], None), (whole[len(before) : len(after)], number)]
+        at = len(after)
+    return [*spans, (whole[at:], None)]
+
+
+def _check_header(
+    messages: list[dict[str, Any]], number: int, before: str, answer: str, variables: Mapping[str, Any], render: Render
+) -> None:
+    """Raise Unusable if an answer has a header that stands before it only where no prompt asks for an answer."""
+    header = answer[: max(answer.find(messages[number].get("content", "").strip()), 0)].strip()
+    # A template without a header, such as Llama 2's, need not support add_generation_prompt.
+    if header and before == render(messages[:number], False, variables):
+        raise Unusable(
+            f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer if "
+            "add_generation_prompt asks for it, so it would be part of the loss: give one that does, as "
+            "--chat-template"
+        )
 
 
 class GenerationTag(ext.Extension):

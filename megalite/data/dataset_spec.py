@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config.data import DataConfig, split_shares
 from megalite.data.blend import normalize, parse_blend
+from megalite.entry_points import entry_point
 from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
 
@@ -38,8 +40,16 @@ def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
         ConfigurationError: no data is given, or it is given in more than one way.
         DataError: a blend is not valid, or a file cannot be read.
     """
-    data_path: Sequence[str] = data.data_path
+    data_path: Sequence[str] = data.data_path or data.preference_data
     each: Sequence[Sequence[str]] = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if data.data_mix_schedule is not None and data.divided:
+        # In proportion to the sizes of the files, whatever the weights of training are, which may change.
+        prefixes = entry_point("mixed_prefixes")(data.data_mix_schedule)
+        sizes = [float(os.path.getsize(f"{prefix}.bin")) for prefix in prefixes]
+        bounds = parse_split(data.split)[1:]
+        return [None, *(DatasetSpec(prefixes, sizes, *share) if share else None for share in bounds)]
+    if data.data_mix_schedule is not None:
+        return [None, *(_whole(path) if path else None for path in each[1:])]
     if sum(map(bool, (data_path, any(each), data.data_args_path, data.per_split_data_args_path))) != 1:
         raise ConfigurationError(
             "give the data in one way: --data-path or --data-args-path (with --split), --train-data-path with "

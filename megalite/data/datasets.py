@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,10 +19,12 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.side_file import check_tokenizer, read_side_file
+from megalite.data.sources import short_names
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import ConfigurationError, DataError
 from megalite.process.host import raise_open_file_limit
+from megalite.process.output import printable
 
 Sample = TypeVar("Sample", covariant=True)
 
@@ -29,17 +33,28 @@ class Samples(NamedTuple):
     """Number of samples that each split needs; 0: the split is not built.
 
     Attributes:
+        valid: None: all, each once.
         evaluation: samples of a single evaluation; the least that the valid split may have if it cannot be repeated.
+        set_names: each prefix of the valid split is a set by itself, of `valid` samples, with one of these names; ():
+            names are made from the prefixes. None: they are one set.
     """
 
     train: int
-    valid: int
+    valid: int | None
     test: int
     evaluation: int = 0
+    set_names: Sequence[str] | None = None
 
 
 def target_samples(
-    *, train_samples: int, train_iters: int, global_batch_size: int, eval_interval: int, eval_iters: int
+    *,
+    train_samples: int,
+    train_iters: int,
+    global_batch_size: int,
+    eval_interval: int,
+    eval_iters: int,
+    full_validation: bool = False,
+    set_names: Sequence[str] | None = None,
 ) -> Samples:
     """Return Megatron-LM's counts: one validation every `eval_interval` steps and one at the end, and one test.
 
@@ -49,9 +64,12 @@ def target_samples(
         global_batch_size: samples of an evaluation step.
         eval_interval: steps between validations.
         eval_iters: steps of a validation.
+        full_validation: a validation reads all samples instead.
+        set_names: see `Samples`.
     """
     evaluation = eval_iters * global_batch_size
-    return Samples(train_samples, (train_iters // eval_interval + 1) * evaluation, evaluation, evaluation)
+    valid = None if full_validation else (train_iters // eval_interval + 1) * evaluation
+    return Samples(train_samples, valid, evaluation, evaluation, set_names)
 
 
 class Datasets(NamedTuple, Generic[Sample]):
@@ -59,12 +77,14 @@ class Datasets(NamedTuple, Generic[Sample]):
 
     Attributes:
         notes: messages for the user about the data.
+        valid_sets: validation sets by name, in place of `valid`.
     """
 
     train: Dataset[Sample] | None
     valid: Dataset[Sample] | None
     test: Dataset[Sample] | None
     notes: tuple[str, ...] = ()
+    valid_sets: Mapping[str, Dataset[Sample]] = MappingProxyType({})
 
 
 class Source(NamedTuple, Generic[Sample]):
@@ -112,7 +132,7 @@ def build_token_datasets(
 
 
 def build_mock_datasets(data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer) -> Datasets[np.ndarray]:
-    """Return datasets of generated samples, which need no files."""
+    """Return datasets of generated samples, which need no files and have no end."""
     train, valid, test = (
         MockDataset(tokenizer.vocab_size, data.seq_length, seed, need, tokenizer.eod, stream) if need else None
         for stream, need in enumerate(samples[:3])
@@ -130,20 +150,34 @@ def build_datasets(
     sources = {prefix: open_source(prefix) for prefix in sorted({p for part in parts if part for p in part.prefixes})}
     if parts[0] is None and samples.train:
         raise ConfigurationError("there is no training data: give --train-data-path, or a first share in --split")
+    if parts[1] is None and (samples.valid is None or samples.set_names is not None):
+        raise ConfigurationError(
+            "--full-validation and --multiple-validation-sets need validation data: give --valid-data-path, a second "
+            'share in --split, or "valid" in the file of --per-split-data-args-path'
+        )
     notes = []
     sets: list[Dataset[Sample] | None] = []
+    valid_sets: dict[str, Dataset[Sample]] = {}
+
+    def build(part: DatasetSpec, need: int | None, least: int) -> Dataset[Sample]:
+        return _build_split(part, need, least, sources, cache, data.mid_level_dataset_surplus)
+
     for name, part, need, minimum in zip(SPLITS, parts, samples[:3], least, strict=True):
-        missing = _missing_share(name, part, sources) if part and need else None
+        missing = _missing_share(name, part, sources) if part and need != 0 else None
         if part is None or need == 0 or missing:
             sets.append(None)
+        elif name == "valid" and samples.set_names is not None:
+            parts_by_name = _each_by_itself(part, samples.set_names, is_divided=data.divided)
+            valid_sets = {each: build(single, need, minimum) for each, single in parts_by_name.items()}
+            sets.append(None)
         else:
-            sets.append(_build_split(part, need, minimum, sources, cache, data.mid_level_dataset_surplus))
+            sets.append(build(part, need, minimum))
         if missing and name != "test":
             raise DataError(missing)
         if missing:  # a note is enough for the test set: the default --split includes one
             notes.append(f"no test at the end of training: {missing}")
     train, valid, test = sets
-    return Datasets(train, valid, test, (*notes, *cache.notes))
+    return Datasets(train, valid, test, (*notes, *cache.notes), valid_sets)
 
 
 def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:
@@ -163,20 +197,61 @@ def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[An
     return None
 
 
+def _each_by_itself(part: DatasetSpec, names: Sequence[str], *, is_divided: bool) -> dict[str, DatasetSpec]:
+    """Return the prefixes of the validation data as sets by name. `is_divided`: weights are those of training.
+
+    Raises ConfigurationError if the weights say nothing, or if there is not one name of its own for each set.
+    """
+    if part.weights is not None and not is_divided:
+        raise ConfigurationError(
+            "--multiple-validation-sets evaluates each prefix of the validation data by itself, and reads no weights: "
+            "give only prefixes"
+        )
+    names = [printable(name) for name in names or short_names(part.prefixes)]  # records go to other programs
+    if len(names) != len(part.prefixes) or len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"the validation data have {len(part.prefixes)} prefixes, and the sets of --multiple-validation-sets would "
+            f"be called {', '.join(names)[:200]}: give each a name of its own by --validation-set-names"
+        )
+    singles = (replace(part, prefixes=[prefix], weights=None) for prefix in part.prefixes)
+    return dict(zip(names, singles, strict=True))
+
+
 def _build_split(
-    part: DatasetSpec, need: int, least: int, sources: Mapping[str, Source[Sample]], cache: IndexCache, surplus: float
+    part: DatasetSpec,
+    need: int | None,
+    least: int,
+    sources: Mapping[str, Source[Sample]],
+    cache: IndexCache,
+    surplus: float,
 ) -> Dataset[Sample]:
-    """Build a dataset of `need` samples. A blend without weights may have fewer, but not below `least`."""
+    """Build a dataset of `need` samples; None: all, each once. A blend without weights may have fewer, but not below
+    `least`.
+
+    Raises ConfigurationError or DataError if a blend has no end, or if one of its sources has no sample at all.
+    """
 
     def build(prefix: str, num_samples: int | None) -> Dataset[Sample]:
-        return sources[prefix].dataset(part.sequences(sources[prefix].sequences), num_samples)
+        dataset = sources[prefix].dataset(part.sequences(sources[prefix].sequences), num_samples)
+        if need is None and not len(dataset):
+            raise DataError(
+                f"--full-validation has nothing to read of {prefix}: its validation part has fewer tokens than a "
+                "sample of --seq-length: give it more, or leave it out"
+            )
+        return dataset
 
-    if part.weights is None and len(part.prefixes) == 1:
+    if len(part.prefixes) == 1 and (part.weights is None or need is None):
         return build(part.prefixes[0], need)
     if part.weights is None:
         datasets = [build(prefix, None) for prefix in part.prefixes]
-        size = max(least, min(need, sum(map(len, datasets))))
+        every = sum(map(len, datasets))
+        size = every if need is None else max(least, min(need, every))
         return BlendedDataset(datasets, None, size, cache, part.prefixes)
+    if need is None:
+        raise ConfigurationError(
+            "--full-validation reads each sample once, and weights of the validation data say otherwise: give "
+            "--multiple-validation-sets, or only prefixes"
+        )
     # The blend normalizes the weights once more, as Megatron-LM's does: their last digit can decide between ties.
     weights = normalize(part.weights)
     needs = [math.ceil(math.ceil(need * weight) * (1 + surplus)) for weight in weights]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -16,11 +16,15 @@ class SampleFields(TypedDict):
     Attributes:
         tokens: int64 [sequence_length], the input.
         labels: int64 [sequence_length], the token after each input token.
-        loss_mask: float32 [sequence_length], 0 if the label does not count in the loss.
+        loss_mask: float32 [sequence_length], 0 if the label does not count in the loss; or float64, the label's weight.
         positions: int64 [sequence_length].
         document_ids: int64 [sequence_length], number of the document that a token belongs to; tokens attend only
             within their document. None: tokens attend to all tokens before them.
         padding: bool [sequence_length], true for the tokens that fill up a sample at its end. None: there are none.
+        roles: int8 [sequence_length], the role of whose message the label is, among those with a weight and from 1 on;
+            0: of none. Only conversations have them, and only if weights are given.
+        responses: int64 [sequence_length], the number of the response that the label is of; -1: of none. Only pairs of
+            responses have them.
     """
 
     tokens: np.ndarray
@@ -29,6 +33,8 @@ class SampleFields(TypedDict):
     positions: np.ndarray
     document_ids: np.ndarray | None
     padding: np.ndarray | None
+    roles: NotRequired[np.ndarray]
+    responses: NotRequired[np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import DataError
 
 INT32_MAX = np.iinfo(np.int32).max
+MOST_ENTRIES = 1 << 34
+"""Most entries of an index, which would take a hundred GB: no run has as many, but a number that is wrong may."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class GPTDataset:
         seed: int,
         cache: IndexCache,
     ) -> None:
-        self.indexed = indexed
+        self.indexed, self.num_samples = indexed, num_samples
         self.sequence_length = sequence_length
         tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if tokens == 0:
@@ -136,6 +138,11 @@ class GPTDataset:
                 "tokens: give this part a larger share in --split, or add documents"
             )
         self.epochs = plan_epochs(tokens, num_samples, sequence_length)
+        if max(self.epochs.samples, self.epochs.count * len(sequences)) > MOST_ENTRIES:
+            raise DataError(
+                f"{num_samples} samples of {sequence_length} tokens are {self.epochs.count:,} epochs of "
+                f"{indexed.prefix}, and an index of more than {MOST_ENTRIES:,} entries: ask for fewer samples"
+            )
         description = {
             "kind": "GPT samples",
             "version": 1,

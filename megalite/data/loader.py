@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from typing import NotRequired
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Deal
+from megalite.data.sources import Sources
 from megalite.data.verification import Verification
 from megalite.errors import DataError
 
@@ -23,10 +25,14 @@ class MicroBatchArrays(SampleFields):
         sample_ids: global number of each sample: its position in the order in which the run consumes samples.
         replayed: [micro_batch_size, sequence_length, layers with experts, topk], the recorded choices of experts; None
             if none are replayed.
+        sources: int64 [micro_batch_size], the source of each sample, if sources are told.
+        text_bytes: int64, bytes of the text of each label, if somebody asks and the tokenizer tells them.
     """
 
     sample_ids: Sequence[int]
     replayed: np.ndarray | None
+    sources: NotRequired[np.ndarray | None]
+    text_bytes: NotRequired[np.ndarray | None]
 
 
 @dataclass(eq=False)
@@ -42,6 +48,9 @@ class MicroBatchLoader:
         num_workers: threads that read the next step's micro-batches during this step; 0: read when requested.
         verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
         routing: records of routing to replay; None: none.
+        sources: sources of the samples; None: none is told.
+        byte_lengths: bytes of the text of each token, int64 [vocab_size]; None: nobody asks.
+        fills: after the last sample of the dataset come empty ones, whose tokens are all padding.
     """
 
     dataset: Dataset[SampleFields]
@@ -51,6 +60,9 @@ class MicroBatchLoader:
     num_workers: int = 0
     verification: Verification | None = None
     routing: RoutingRecords | None = None
+    sources: Sources | None = None
+    byte_lengths: np.ndarray | None = None
+    fills: bool = False
 
     def __post_init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -92,12 +104,12 @@ class MicroBatchLoader:
         Raises:
             DataError: the dataset ends before, or a token is not of the vocabulary.
         """
-        if samples[-1] >= len(self.dataset):
+        if samples[-1] >= len(self.dataset) and not self.fills:
             raise DataError(
                 f"the run reads samples {samples[0]} to {samples[-1]}, but the dataset is for a shorter run: "
                 f"it has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
             )
-        rows = [self.dataset[sample] for sample in samples]
+        rows = [self._row(sample) for sample in samples]
         tokens, labels = np.stack([row["tokens"] for row in rows]), np.stack([row["labels"] for row in rows])
         # Viewed as unsigned numbers, negative tokens are large: one comparison finds both errors.
         if max(tokens.view(np.uint64).max(), labels.view(np.uint64).max()) >= self.vocab_size:
@@ -109,7 +121,10 @@ class MicroBatchLoader:
         documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]
         padded = [row["padding"] for row in rows]
         whole = np.zeros(tokens.shape[1], bool)
-        return MicroBatchArrays(
+        sources = None
+        if self.sources is not None:
+            sources = np.array([self.sources.of(min(sample, len(self.dataset) - 1)) for sample in samples], np.int64)
+        arrays = MicroBatchArrays(
             tokens=tokens,
             labels=labels,
             loss_mask=np.stack([row["loss_mask"] for row in rows]),
@@ -122,7 +137,20 @@ class MicroBatchLoader:
             replayed=None
             if self.routing is None
             else np.stack([self.routing.read(sample, tokens.shape[1]) for sample in samples]),
+            sources=sources,
+            text_bytes=None if self.byte_lengths is None else self.byte_lengths[labels],
         )
+        if "responses" in rows[0]:
+            arrays["responses"] = np.stack([row["responses"] for row in rows])
+        return arrays
+
+    def _row(self, sample: int) -> SampleFields:
+        """Return a sample, or, behind the end of the dataset, the last one as padding."""
+        if sample < len(self.dataset):
+            return self.dataset[sample]
+        row = self.dataset[len(self.dataset) - 1]
+        nothing, everything = np.zeros_like(row["loss_mask"]), np.ones(row["tokens"].shape, bool)
+        return SampleFields(**{**row, "loss_mask": nothing, "padding": everything})
 
     def close(self) -> None:
         """End the threads and drop the micro-batches that were read ahead."""

@@ -5,17 +5,19 @@ conversation. In each epoch the conversations are shuffled and added to sequence
 does not fit into the rest of a sequence begins the next sequence. A conversation that is longer than a sequence is cut.
 
 The text of a conversation is tokenized at once, as it is at inference. Tokenizing its parts separately would give other
-tokens with many tokenizers. A token with at least one character of an answer counts in the loss.
+tokens with many tokenizers. A token with at least one character of an answer counts in the loss. If other roles have
+weights, too, a token with characters of several messages is of an answer, or else of the role that is named first.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +30,38 @@ from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.interface import beginning_of_documents, begun
-from megalite.errors import DataError
+from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
-    data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer, template: ChatTemplate | None
+    data: DataConfig,
+    samples: Samples,
+    seed: int,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    roles: Sequence[str] = (ANSWERS,),
 ) -> Datasets[SampleFields]:
     """Return the datasets of a run on conversations; `data` names JSONL files.
 
+    `roles`: those whose messages may have a weight in the loss, the answers' first.
+
     Raises:
-        ConfigurationError: there is no training data.
+        ConfigurationError: there is no training data, or no message is of one of the roles.
         DataError: a file is missing, a line is not a conversation, or no conversation has an answer.
     """
-    notes, cache = [], IndexCache(data.data_cache_path)
+    notes, cache, seen = [], IndexCache(data.data_cache_path), set[int]()
 
     def open_source(path: str) -> Source[SampleFields]:
-        file = ConversationFile(path, tokenizer, template, data.seq_length, seed, cache)
+        file = ConversationFile(path, tokenizer, template, data.seq_length, seed, cache, roles)
         notes.extend(file.notes())
+        seen.update(file.roles.tolist())
         return Source(len(file), file.dataset)
 
     datasets = build_datasets(data, samples, open_source, cache)
+    for number, role in enumerate(roles[1:], start=2):
+        if number not in seen:
+            raise ConfigurationError(f"--loss-weights has a weight for {role!r}, and no message is of this role")
     return datasets._replace(notes=(*notes, *datasets.notes))
 
 
@@ -62,17 +75,25 @@ class ConversationFile:
         sequence_length: number of input tokens in a sample.
         seed: seed of the samples' order.
         cache: cache for the tokens and the indices.
+        roles: those whose messages may have a weight in the loss, the answers' first.
 
     Attributes:
         tokens: tokens of all conversations, concatenated.
-        answers: begin and end of each answer in `tokens`, alternating.
+        answers: begin and end of each answer in `tokens`, alternating; also of each message of the other roles.
+        roles: int8, the role of each of them, from 1 on.
+        has_roles: samples tell the roles of their labels.
         begins, ends: begin and end of each conversation in `tokens`.
+        kind: name of what the lines have, for the cache.
+        of_line: number of conversations in a line.
         places: number of places that each conversation takes in a sequence.
-        unanswered: number of conversations that have no label in an answer.
+        answered: bool, whether a conversation has a label in an answer.
+        unanswered: number of those that have none.
 
     Raises:
         DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
     """
+
+    kind, of_line = "conversations", 1
 
     def __init__(
         self,
@@ -82,37 +103,51 @@ class ConversationFile:
         sequence_length: int,
         seed: int,
         cache: IndexCache,
+        roles: Sequence[str] = (ANSWERS,),
     ) -> None:
+        self.has_roles = len(roles) > 1
         self.path, self.sequence_length, self.seed, self.cache = path, sequence_length, seed, cache
         self.eod = tokenizer.eod
         self.description = {
-            "kind": "conversations",
+            "kind": self.kind,
             "version": 3,
             "file_sha256": _sha256(path),
             "tokenizer": tokenizer.identity(),
             "template": None if template is None else list(astuple(template)),
         }
-        arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template))
+        if self.has_roles:
+            self.description["roles"] = list(roles)
+        arrays = cache.get(
+            path, self.description, lambda: _read_conversations(path, tokenizer, template, roles, self.conversations)
+        )
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
+        self.roles = arrays["roles"] if self.has_roles else np.ones(len(self.answers) // 2, np.int8)
         self.begins = np.concatenate([[0], self.ends[:-1]])
         self.places = np.minimum(self.ends - self.begins - 1, sequence_length)
         first_labels = self.begins + 1
         answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
         next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
-        self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
+        self.answered = next_answers < first_labels + self.places
+        self.unanswered = int(np.count_nonzero(~self.answered))
         if self.unanswered == len(self):
             raise DataError(
                 f"in {path} no answer begins within --seq-length {sequence_length}, so nothing would be learned: "
                 "increase it"
             )
 
+    @staticmethod
+    def conversations(record: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        """Return the conversations of a line, always as many. Raises ValueError if it does not have them."""
+        return (record,)
+
     def __len__(self) -> int:
         """Return the number of conversations."""
         return len(self.ends)
 
-    def learned(self, begin: int, end: int) -> np.ndarray:
-        """Return a mask of the tokens from `begin` to `end`: 1 if a token belongs to an answer, otherwise 0."""
-        return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
+    def roles_of(self, begin: int, end: int) -> np.ndarray:
+        """Return the roles of the tokens from `begin` to `end`, int8: 1 if a token belongs to an answer, 0 for none."""
+        answers, is_inside = np.divmod(np.searchsorted(self.answers, np.arange(begin, end), side="right"), 2)
+        return np.append(self.roles, np.int8(0))[answers] * is_inside.astype(np.int8)
 
     def notes(self) -> list[str]:
         """Return messages for the user about the file."""
@@ -193,7 +228,7 @@ class SFTDataset:
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         file, length = self.file, self.file.sequence_length
         tokens, labels = np.full((2, length), file.eod, np.int64)
-        loss_mask = np.zeros(length, np.float32)
+        roles = np.zeros(length, np.int8)
         positions, documents = np.arange(length, dtype=np.int64), np.zeros(length, np.int64)
         at = 0
         for conversation in self.order[self.starts[sample] : self.starts[sample + 1]]:
@@ -201,18 +236,21 @@ class SFTDataset:
             here = slice(at, at + count)
             tokens[here] = file.tokens[begin : begin + count]
             labels[here] = file.tokens[begin + 1 : begin + count + 1]
-            loss_mask[here] = file.learned(begin + 1, begin + count + 1)
+            roles[here] = file.roles_of(begin + 1, begin + count + 1)
             at += count
             positions[at:] = np.arange(length - at)
             documents[at:] += 1
-        return SampleFields(
+        fields = SampleFields(
             tokens=tokens,
             labels=labels,
-            loss_mask=loss_mask,
+            loss_mask=(roles == 1).astype(np.float32),
             positions=positions,
             document_ids=documents,
             padding=np.arange(length) >= at if at < length else None,
         )
+        if file.has_roles:
+            fields["roles"] = roles
+        return fields
 
 
 def _sha256(path: str) -> str:
@@ -220,39 +258,48 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        expected = "with --sft the data are JSONL files of conversations"
+        expected = "with --sft the data are JSONL files of conversations, with --preference-data of pairs"
         raise DataError(f"{path} cannot be read ({reason(error)}): {expected}") from error
 
 
-def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
-    """Return the arrays "tokens", "answers" and "ends"; see the attributes of `ConversationFile`."""
+def _read_conversations(
+    path: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    weighted: Sequence[str] = (ANSWERS,),
+    conversations: Callable[[dict[str, Any]], Sequence[dict[str, Any]]] = ConversationFile.conversations,
+) -> Arrays:
+    """Return the arrays "tokens", "answers", "roles" and "ends"; see the attributes of `ConversationFile`."""
     dtype = token_dtype(tokenizer.vocab_size)
-    tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
+    tokens, answers, ends, roles, of_answers = bytearray(), array("q"), array("q"), set[str](), bytearray()
     beginning = cache(partial(beginning_of_documents, tokenizer))
-    with conversation_reader(template) as spans_of, Path(path).open("rb") as lines:
+    with conversation_reader(template, weighted) as spans_of, Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                record = parse_record(line)
-                # A template itself writes what begins a conversation.
-                is_begun = template is not None and record.get("messages") is not None
-                ids, learned = _encoded(spans_of(record), tokenizer, () if is_begun else beginning())
-                if len(ids) < 2:
-                    raise ValueError("it has no text")
-                if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
-                    raise ValueError(
-                        f"it has tokens from {min(ids)} to {max(ids)}, but the tokenizer says that it has "
-                        f"{tokenizer.vocab_size}: its file is damaged"
-                    )
+                for record in conversations(parse_record(line)):
+                    # A template itself writes what begins a conversation.
+                    is_begun = template is not None and record.get("messages") is not None
+                    ids, learned = _encoded(spans_of(record), tokenizer, weighted, () if is_begun else beginning())
+                    if len(ids) < 2:
+                        raise ValueError("it has no text")
+                    if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+                        raise ValueError(
+                            f"it has tokens from {min(ids)} to {max(ids)}, but the tokenizer says that it has "
+                            f"{tokenizer.vocab_size}: its file is damaged"
+                        )
+                    roles.update(message["role"] for message in record.get("messages") or ())
+                    begin = ends[-1] if ends else 0
+                    padded = np.concatenate([[0], learned, [0]])
+                    borders = np.flatnonzero(padded[1:] != padded[:-1])  # of which one can be an end and a beginning
+                    begins, stops = borders[padded[borders + 1] > 0], borders[padded[borders] > 0]
+                    answers.frombytes((begin + np.stack([begins, stops], axis=1)).astype(np.int64).tobytes())
+                    of_answers += learned[begins].tobytes()
+                    tokens += np.asarray(ids, dtype).tobytes()
+                    ends.append(begin + len(ids))
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is not a conversation: {error}") from error
-            roles.update(message["role"] for message in record.get("messages") or ())
-            begin = ends[-1] if ends else 0
-            borders = np.flatnonzero(np.diff(learned, prepend=False, append=False))
-            answers.frombytes((begin + borders).astype(np.int64).tobytes())
-            tokens += np.asarray(ids, dtype).tobytes()
-            ends.append(begin + len(ids))
     if not ends:
         raise DataError(f"{path} has no conversations: with --sft the data are JSONL files of them")
     if not answers:
@@ -264,30 +311,34 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
         "tokens": np.frombuffer(tokens, dtype),
         "answers": np.frombuffer(answers, np.int64),
         "ends": np.frombuffer(ends, np.int64),
+        "roles": np.frombuffer(of_answers, np.int8),
     }
 
 
 def _encoded(
-    spans: Sequence[Span], tokenizer: Tokenizer, beginning: Sequence[int] = ()
+    spans: Sequence[Span], tokenizer: Tokenizer, roles: Sequence[str], beginning: Sequence[int] = ()
 ) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of a conversation, and a mask of the tokens that count in the loss.
+    """Return the tokens of a conversation, and the number of the role of each, int8, from 1 on; 0 for none.
 
     `beginning`: tokens to put first, unless the text begins with them.
     """
+    numbers = {role: number for number, role in enumerate(roles, start=1)} | {"": 0}
     ids, learned = list[int](), list[np.ndarray]()
     for stretch in _stretches(spans):
         text = "".join(span.text for span in stretch)
         check_text(text)
         found, offsets = tokenizer.encode_with_offsets(text)
-        of_answers = np.repeat([span.learned for span in stretch], [len(span.text) for span in stretch])
-        before = np.concatenate([[0], np.cumsum(of_answers)])  # for each character, answer characters before it
+        of_text = np.repeat([numbers[span.role] for span in stretch], [len(span.text) for span in stretch])
         ids += found
-        learned.append(before[offsets[:, 1]] > before[offsets[:, 0]])
+        learned.append(np.zeros(len(found), np.int8))
+        for number in sorted({*of_text.tolist()} - {0}, reverse=True):
+            before = np.concatenate([[0], np.cumsum(of_text == number)])  # for each character, those of the role before
+            learned[-1][before[offsets[:, 1]] > before[offsets[:, 0]]] = number
         if stretch[-1].ends:
             ids.append(tokenizer.eod)
-            learned.append(np.array([stretch[-1].learned]))
+            learned.append(np.array([numbers[stretch[-1].role]], np.int8))
     whole = begun(ids, list(beginning))
-    return whole, np.concatenate([np.zeros(len(whole) - len(ids), bool), *learned])
+    return whole, np.concatenate([np.zeros(len(whole) - len(ids), np.int8), *learned])
 
 
 def _stretches(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:

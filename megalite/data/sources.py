@@ -1,8 +1,9 @@
-"""Tokens that a run has consumed of each source of a blend."""
+"""Sources of the samples of a blend: their names, the source of a sample, and the tokens that a run has consumed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,24 +11,20 @@ from megalite.data.sampler import Ranges, sample_at
 from megalite.process.output import printable
 
 MOST_SOURCES = 32
-"""Most sources of a blend whose tokens records have."""
+"""Most sources of a blend of which records have figures."""
 _PIECE = 2**20
 """Samples that are counted at once, to bound the memory."""
 
 
-class SourceTokens:
-    """Count of the tokens of each source: a function of the number of consumed samples.
+class Sources(Protocol):
+    """Sources of the samples of a dataset."""
 
-    Args:
-        sources: the source of each sample, [samples].
-        prefixes: the prefix of each source.
-        tokens_per_sample: tokens of a sample.
-    """
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the sources, which all differ."""
 
-    def __init__(self, sources: np.ndarray, prefixes: Sequence[str], tokens_per_sample: int) -> None:
-        self._sources, self._length = sources, tokens_per_sample
-        self._names = [printable(name) for name in short_names(prefixes)]  # records go to other programs
-        self._until, self._counts = 0, np.zeros(len(prefixes), np.int64)
+    def of(self, sample: int) -> int:
+        """Return the number of a sample's source, as an index of `names`."""
 
     def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
         """Return the tokens of each source among the first samples, as figures of a record. They add up to all.
@@ -35,14 +32,43 @@ class SourceTokens:
         `left_out`: samples that are passed over, and are not consumed. In their place the first ones come once more, at
         the end.
         """
+
+
+def told(sources: Sources | None) -> Sources | None:
+    """Return the sources if records have figures of each: if they are few enough."""
+    return None if sources is None or len(sources.names) > MOST_SOURCES else sources
+
+
+class SourceTokens:
+    """Sources of a blend, with a count of their tokens: a function of the number of consumed samples.
+
+    Args:
+        sources: the source of each sample, [samples].
+        prefixes: the prefix of each source; equal ones are one source.
+        tokens_per_sample: tokens of a sample.
+
+    Attributes:
+        by_prefix: name of each prefix.
+    """
+
+    def __init__(self, sources: np.ndarray, prefixes: Sequence[str], tokens_per_sample: int) -> None:
+        self._sources, self._length = sources, tokens_per_sample
+        names = [printable(name) for name in short_names(prefixes)]  # records go to other programs
+        self.names, self.by_prefix = list(dict.fromkeys(names)), dict(zip(prefixes, names, strict=True))
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._numbers = np.array([numbers[name] for name in names], np.int64)
+        self._until, self._counts = 0, np.zeros(len(prefixes), np.int64)
+
+    def of(self, sample: int) -> int:
+        return int(self._numbers[self._sources[sample]])
+
+    def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
         rest = len(self._sources) - sum(last - first + 1 for first, last in left_out)
         counts = self._first(min(consumed_samples, rest), left_out)
         if consumed_samples > rest:
             counts = counts + self._first(consumed_samples - rest, left_out)
-        figures = dict.fromkeys((f"consumed_tokens/{name}" for name in self._names), 0.0)
-        for name, count in zip(self._names, counts.tolist(), strict=True):
-            figures[f"consumed_tokens/{name}"] += count * self._length
-        return figures
+        tokens = self._length * np.bincount(self._numbers, counts, len(self.names))
+        return {f"consumed_tokens/{name}": count for name, count in zip(self.names, tokens.tolist(), strict=True)}
 
     def _first(self, consumed: int, left_out: Ranges) -> np.ndarray:
         """Return how many of the first samples, without those left out, are of each source."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from megalite import checkpoint
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
-from megalite.conversion.opened import OpenedModel, in_checkpoint, tensors_of_depths
+from megalite.conversion.huggingface import end_tokens, tokenizer_folder
+from megalite.conversion.native import open_folder, open_megalite
+from megalite.conversion.opened import OpenedModel, in_checkpoint, states_of_training, tensors_of_depths
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -37,30 +38,37 @@ class TrainedModel:
     ends: tuple[int, ...]
     """Tokens before which its texts end, as far as its files name them."""
     opened: OpenedModel | None = None
-    """Source of the weights of a Hugging Face folder."""
+    """Source of the weights of a Hugging Face folder, or of a base in which adapters are merged."""
+    mean: bool = False
+    """True: take the mean of the weights of a checkpoint in place of the weights."""
     left_out: frozenset[str] = frozenset()
     """Names of tensors of the checkpoint that are not loaded: those that only predict further tokens."""
 
 
-def open_model(load: str | AnyPath) -> TrainedModel:
+def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
     """Read the description of a checkpoint, of the latest checkpoint of a run directory, or of a Hugging Face folder.
 
-    Raises CheckpointError if there is no model.
+    `mean`: take the mean of the weights that a run has kept (--ema) in place of the weights. Raises CheckpointError if
+    there is no model.
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
-        opened = open_huggingface(Path(str(directory)), depths=False)
+        if mean:
+            raise CheckpointError(f"--ema: {load} is a Hugging Face folder, which has no mean of the weights: drop it")
+        opened = open_folder(directory, depths=False).without_depths()
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
         return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)
     path = resolve(directory)
     config = checkpoint.read_config(path)
+    adapters = checkpoint.saved_section(path, config, AdaptersConfig)
+    merged = None if adapters.lora_rank is None else open_megalite(path).without_depths()
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
     model = checkpoint.model_config(path, config)
     left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
     length, ends = data.seq_length, data.eos_token_ids
-    return TrainedModel(path, without_depths(model), dtype, data, length, ends, left_out=left_out)
+    return TrainedModel(path, without_depths(model), dtype, data, length, ends, merged, mean, left_out)
 
 
 def load_for_generation(
@@ -83,8 +91,11 @@ def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
     network = make_network(model.config, mesh, model.dtype)
-    if model.opened is not None:
-        checkpoint.load_weights(model.opened.source, model.opened.what, network.stage, None, mesh)
+    opened, fresh = model.opened, set[str]()
+    if model.mean:
+        opened, fresh = open_megalite(model.path, model.dtype, mean=True), states_of_training(model.config)
+    if opened is not None:
+        checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh, fresh)
     else:
         checkpoint.load(model.path, network.stage, None, mesh, optional=model.left_out)
     return network
@@ -124,7 +135,9 @@ def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: st
     does.
     """
     flags = model.tokenizer or TokenizerFlags()
-    if model.opened is not None or (model.ends and not (flags.tokenizer_type or tokenizer_model)):
+    if (model.opened is not None and model.opened.is_huggingface) or (
+        model.ends and not (flags.tokenizer_type or tokenizer_model)
+    ):
         return frozenset(model.ends or {tokenizer.eod})
     folder = tokenizer_folder(tokenizer_model or flags.tokenizer_model)
     return frozenset({tokenizer.eod, *model.ends}) | (end_tokens(folder) if folder else frozenset())

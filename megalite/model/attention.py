@@ -247,7 +247,7 @@ class Attention(nn.Module):
         mask, layout = context.masks[self.window], context.layout
         measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
         mixed = self.core(query, key, value, mask, layout, random, self.sink, measure)
-        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
+        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate), context)
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return queries, keys, values, and gates if there are any.
@@ -255,7 +255,7 @@ class Attention(nn.Module):
         Queries are [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim], gates
         [sequence, batch, heads * head_dim].
         """
-        projected = self.query_key_value(hidden)
+        projected = self.query_key_value(hidden, context)
         # One split and one unbind: each slice would have a gradient of the full width, and autograd would add them.
         rest = projected.shape[-1] - sum(self.of_heads)
         query, *gates, key_value = projected.split([*self.of_heads, rest], dim=-1)

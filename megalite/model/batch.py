@@ -37,6 +37,21 @@ class TokenLoss:
 
 
 @dataclass(frozen=True)
+class LogitLoss:
+    """Term of the loss that is a function of the logits, beside the language-model loss.
+
+    Attributes:
+        name: name of the term.
+        values: function from this rank's columns of the logits [sequence, batch, padded vocabulary / size] and their
+            soft cap, which has not been applied, to the term of each token, [sequence, batch]. It must not keep the
+            logits, which the backward of the losses overwrites.
+    """
+
+    name: str
+    values: Callable[[Tensor, float | None], Tensor]
+
+
+@dataclass(frozen=True)
 class FurtherTokens:
     """Inputs and labels of the depths of multi-token prediction, cut from whole samples as those of the network.
 
@@ -54,6 +69,24 @@ class FurtherTokens:
         """Return the same with the network's labels and loss mask, [batch, sequence], before those of the depths."""
         every = torch.cat([labels[None], self.labels]), torch.cat([loss_mask[None], self.loss_mask])
         return FurtherTokens(self.tokens, *every)
+
+
+@dataclass(frozen=True)
+class SampleSources:
+    """Sources of the samples of a micro-batch, those of a blend of data.
+
+    Attributes:
+        numbers: [batch] int64, the source of each sample.
+        count: number of all sources.
+    """
+
+    numbers: Tensor
+    count: int
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sum over each source of values [batch, sequence], [sources] in fp64, without a gradient."""
+        of_samples = values.detach().sum(1, dtype=torch.float64)
+        return of_samples.new_zeros(self.count).index_add_(0, self.numbers, of_samples)
 
 
 @dataclass(frozen=True)
@@ -78,7 +111,11 @@ class MicroBatch:
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
             among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
         token_loss: the loss, given `labels`; None for the sum of the token losses times `loss_mask`.
+        logit_loss: further term of the loss, given `labels` and `loss_mask`; None: there is none.
         further: inputs and labels of the network's depths; None: they do not run.
+        sources: sources of the samples, by which the loss is recorded, too; None: it is not.
+        text_bytes: [batch, sequence] int64, bytes of the text of each label, for which the loss in bits is recorded,
+            too; None: it is not.
     """
 
     tokens: Tensor
@@ -93,8 +130,11 @@ class MicroBatch:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
+    logit_loss: LogitLoss | None = None
     further: FurtherTokens | None = None
     lengths: Tensor | None = None
+    sources: SampleSources | None = None
+    text_bytes: Tensor | None = None
 
     @property
     def sample_ids(self) -> Sequence[int]:

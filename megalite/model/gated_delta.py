@@ -116,8 +116,8 @@ class GatedDelta(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes = self.sizes
         keys, values = self.key_heads * sizes.key_width, self.heads * sizes.value_width
-        *others, mixed = self.input(hidden).split([values, self.heads, self.heads, values + 2 * keys], dim=-1)
-        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self))
+        *others, mixed = self.input(hidden, context).split([values, self.heads, self.heads, values + 2 * keys], dim=-1)
+        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self), context)
 
     def _mix(self, mixed: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, run: Run) -> Tensor:
         """Return the input of the output layer from the parts of the projection."""

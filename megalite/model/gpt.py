@@ -17,7 +17,7 @@ from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block, run_layers
 from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, embedding_scale, token_table
-from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
+from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer, recorded_terms
 from megalite.model.layer_kinds import LAYER_KINDS, make_norm
 from megalite.model.prediction import Depth, Prediction, further_terms
 from megalite.model.recompute import Recompute
@@ -188,13 +188,15 @@ class GPT(StageModule):
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         """Run the stage on hidden states [sequence (/ size under sequence parallelism), batch, hidden].
 
-        The first stage ignores `inputs`. The last stage returns the sum of the token losses times their mask, or the
-        sums of the micro-batch's own loss. Without labels, it returns logits [sequence, batch, padded vocabulary /
-        tensor-parallel size].
+        The first stage ignores `inputs`. The last stage returns the sum of the token losses times their mask and those
+        of `recorded_terms`, or the sums of the micro-batch's own loss. Without labels, it returns logits [sequence,
+        batch, padded vocabulary / tensor-parallel size].
         """
         context = self._context(micro_batch, None)
         hidden, terms = self._run_stage(inputs.get(HIDDEN_STATES), micro_batch, context)
         if self.head is None:
+            if torch.is_grad_enabled() and not self.config.trains_indexers_alone:
+                hidden.requires_grad_()  # as `messages` declares, also if all weights up to here are frozen
             return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
         if labels is not None and (own := micro_batch.token_loss) is not None:
@@ -202,11 +204,17 @@ class GPT(StageModule):
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
-        if self.prediction is not None and (further := micro_batch.further) is not None:
+        found: TermSums
+        if (term := micro_batch.logit_loss) is not None:
+            losses, values = self.head(hidden, labels.t(), further=term) * mask.t()
+            found = {LM_LOSS.name: losses.sum(), term.name: values.sum()}
+        elif self.prediction is not None and (further := micro_batch.further) is not None:
             every = further.with_first(labels, mask)
-            found = self.prediction.terms(self.head, hidden, every, context, self.recomputed)
-            return StageOutput({}, add_sums(terms, found))
-        return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
+            losses, found = self.prediction.terms(self.head, hidden, every, context, self.recomputed)
+        else:
+            losses = self.head(hidden, labels.t()) * mask.t()
+            found = {LM_LOSS.name: losses.sum()}
+        return StageOutput({}, add_sums(terms, found), recorded_terms(micro_batch, losses.t()))
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: StageCache | None = None

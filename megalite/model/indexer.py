@@ -86,6 +86,7 @@ class Indexer(nn.Module):
             matrix("weights", (sizes.heads, hidden), "heads hidden -> 1 heads hidden"),
         ]
         self.of_input = ReplicatedLinear(context, stacked([context.replicated(each) for each in of_input]), None)
+        self.query.can_have_adapters = self.of_input.can_have_adapters = False
         self.key_norm = LayerNorm(
             context, f"{name}.key_norm", sizes.width, eps=sizes.epsilon, around_one=sizes.around_one
         )

@@ -113,10 +113,10 @@ class KimiDelta(nn.Module):
         return KimiDelta(context, name, sizes, recompute=recompute.attention)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        mixed, beta = self.input(hidden).split([3 * self.heads * self.sizes.width, self.heads], dim=-1)
+        mixed, beta = self.input(hidden, context).split([3 * self.heads * self.sizes.width, self.heads], dim=-1)
         of_decay, of_gate = F.linear(hidden, self.first).split(self.sizes.width, dim=-1)
-        others = beta, self.decay(of_decay), self.gate(of_gate)
-        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self))
+        others = beta, self.decay(of_decay, context), self.gate(of_gate, context)
+        return self.output(self.core.run(self._mix, mixed, *others, context=context, owner=self), context)
 
     def _mix(self, mixed: Tensor, beta: Tensor, decay: Tensor, gate: Tensor, run: Run) -> Tensor:
         """Return the input of the output layer from the parts of the projections."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
@@ -29,11 +29,21 @@ from megalite.model.cache import StageCache
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.latent_expansion import LatentExpansion, keys_and_values
 from megalite.model.norm import LayerNorm
+from megalite.parallel.adapter import Adaptable, Places
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.largest_logits import LargestLogits, LogitClip, ScaledRows
-from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, product, shared_by_heads
+from megalite.parallel.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    shared_by_heads,
+    updated_product,
+)
+from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
+from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
@@ -81,7 +91,7 @@ class LatentSizes:
         return self.key_width + self.rotated
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Adaptable):
     """Causal attention over latents, with neighbouring channels of the rotated part as a pair.
 
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
@@ -191,17 +201,17 @@ class LatentAttention(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor | tuple[Tensor, TermSums]:
         """Apply attention. With a cache, tokens also attend to the cached ones."""
-        of_query, latents = self.latents(hidden)
+        of_query, latents = self.latents(hidden, context)
         query, gate, latent, rotated_key = self.project(hidden, of_query, latents, context)
         mixed = self.attend(query, latent, rotated_key, context)
-        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate))
+        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate), context)
 
-    def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def latents(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return the latents of this rank's tokens between layers, behind their norms, [sequence, batch, ...].
 
         They are that of queries, or the layer's input without one, and that of keys and values with the rotated key.
         """
-        *of_query, latent, rotated_key = self.down(hidden).split(self.down_widths, dim=-1)
+        *of_query, latent, rotated_key = self.down(hidden, context).split(self.down_widths, dim=-1)
         if self.key_value_norm is not None:
             latent = self.key_value_norm(latent)
         of_queries = of_query[0] if of_query else hidden
@@ -221,9 +231,9 @@ class LatentAttention(nn.Module):
         """
         sizes = self.sizes
         latent, rotated_key = self.share(latents)
-        projected = gate = None if self.of_input is None else self.of_input(hidden)
+        projected = gate = None if self.of_input is None else self.of_input(hidden, context)
         if self.query_up is not None:
-            query = self.query_up(of_queries)
+            query = self.query_up(of_queries, context)
         else:
             assert projected is not None
             query, gate = projected.tensor_split([self.heads * sizes.query_width], dim=-1)
@@ -252,14 +262,14 @@ class LatentAttention(nn.Module):
         if self.latents_travel:
             travelling = torch.cat([latent, rotated_key], dim=-1)
             return self._travelled(query, travelling, mask, *self._options(context))
-        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key, context), mask, context)
 
     def attend_kept(self, query: Tensor, kept: Tensor, mask: Tensor | None, context: LayerContext) -> Tensor:
         """Attend to kept latents and rotated keys [tokens, batch, rank + rotated]. `mask`: see `_absorbed`."""
         if self.absorbing_is_less(len(query), len(kept)):
             return self._absorbed(query, kept, mask)
         latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
-        return self.attend_to(query, *self.keys_and_values(latent, rotated_key), mask, context)
+        return self.attend_to(query, *self.keys_and_values(latent, rotated_key, context), mask, context)
 
     def attend_to(self, query: Tensor, key: Tensor, value: Tensor, mask: object, context: LayerContext) -> Tensor:
         """Attend to keys and values [tokens, batch, heads, width]. `mask`: that of the core."""
@@ -270,18 +280,27 @@ class LatentAttention(nn.Module):
         measure = None if self.largest_logits is None else self.largest_logits.of_samples(context.lengths)
         return context.layout, context.key if self.training else None, None, measure
 
-    def keys_and_values(self, latent: Tensor, rotated_key: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, latent: Tensor, rotated_key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return keys and values of this rank's heads, [tokens, batch, heads, width] each."""
-        of_heads = product(latent, self.key_value_up).unflatten(-1, (self.heads, -1))
+        of_heads = self.adapted(updated_product, latent, [self.key_value_up], context).unflatten(-1, (self.heads, -1))
         return keys_and_values(of_heads, rotated_key, self.sizes.key_width)
 
     def _travelled(self, query: Tensor, latents: Tensor, *arguments: object) -> Tensor:
         """Attend to the tokens of all context-parallel ranks, whose latents and rotated keys travel."""
         sizes = self.sizes
         width = max(sizes.query_width, sizes.value_width)
-        expansion = LatentExpansion(self.key_value_up, self.heads, sizes.rank, sizes.key_width)
+        expansion = LatentExpansion(self.merged_weight(self.key_value_up), self.heads, sizes.rank, sizes.key_width)
         output = self.core(F.pad(query, (0, width - sizes.query_width)), latents, expansion, *arguments)
         return output.unflatten(-1, (self.heads, width))[..., : sizes.value_width].flatten(2)
+
+    def weights_to_adapt(self) -> list[Parameter]:
+        return [self.key_value_up]
+
+    def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
+        return self.group, None
+
+    def rows_of_input(self, places: Places) -> Runs:
+        return places.layout.part(0, 1)
 
     def absorbing_is_less(self, queries: int, keys: int) -> bool:
         """Tell if so many queries over so many keys take fewer products with the latents as keys and values."""
@@ -296,7 +315,7 @@ class LatentAttention(nn.Module):
         `mask`: [batch or 1, 1, queries, tokens] bool; None if queries are the last tokens, and see all before them.
         """
         sizes, queries = self.sizes, len(query)
-        up = self.key_value_up.unflatten(0, (self.heads, -1))
+        up = self.merged_weight(self.key_value_up).unflatten(0, (self.heads, -1))
         of_keys, of_values = up.split([sizes.key_width, sizes.value_width], dim=1)
         plain, rotated = query.split([sizes.key_width, sizes.rotated], dim=-1)
         query = torch.cat([torch.einsum("sbhk,hkr->bhsr", plain, of_keys), rotated.permute(1, 2, 0, 3)], dim=-1)

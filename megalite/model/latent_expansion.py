@@ -30,8 +30,8 @@ class LatentExpansion:
     it: schedules that defer weight gradients find it done.
     """
 
-    def __init__(self, weight: Parameter, heads: int, rank: int, key_width: int) -> None:
-        """Take the weight [heads * (key + value width), rank] of this rank's heads."""
+    def __init__(self, weight: Tensor, heads: int, rank: int, key_width: int) -> None:
+        """Take the weight [heads * (key + value width), rank] of this rank's heads, a parameter or made of some."""
         self.weight, self._heads, self._rank, self._key_width = weight, heads, rank, key_width
         self._sum: Tensor | None = None
 
@@ -63,4 +63,6 @@ class LatentExpansion:
     def of_weight(self) -> Tensor | None:
         """See `Expansion`."""
         found, self._sum = self._sum, None
-        return None if found is None else accumulate_grad(self.weight, DenseGradient(found))
+        if found is None or not isinstance(self.weight, Parameter):
+            return None if found is None else found.to(self.weight.dtype)
+        return accumulate_grad(self.weight, DenseGradient(found))

@@ -133,8 +133,8 @@ class Mamba(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         sizes = self.sizes
         inner, shared = self.heads * sizes.width, self.groups * sizes.state
-        gate, raw, mixed = self.input(hidden).split([inner, self.heads, inner + 2 * shared], dim=-1)
-        return self.output(self.core.run(self._mix, mixed, gate, raw, context=context, owner=self))
+        gate, raw, mixed = self.input(hidden, context).split([inner, self.heads, inner + 2 * shared], dim=-1)
+        return self.output(self.core.run(self._mix, mixed, gate, raw, context=context, owner=self), context)
 
     def _mix(self, mixed: Tensor, gate: Tensor, raw: Tensor, run: Run) -> Tensor:
         """Return the input of the output layer from the parts of the projection."""

@@ -77,6 +77,7 @@ class MLP(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext, *, unread: bool = False) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
-        The result is independent for each token, so `context` is not used. `unread`: see `RowParallelLinear.forward`.
+        `unread`: see `RowParallelLinear.forward`.
         """
-        return self.down(self.activation(self.up(hidden), self.up.bias), unread=unread), NO_SUMS
+        inner = self.activation(self.up(hidden, context), self.up.bias)
+        return self.down(inner, context, unread=unread), NO_SUMS

@@ -9,28 +9,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megalite.config.adapters import AdaptersConfig
+from megalite.errors import ConfigurationError
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.router import Router
 from megalite.parallel import collectives
+from megalite.parallel.adapter import Adaptable
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grouped_bias, grouped_linear
 from megalite.parallel.linear import ReplicatedLinear
 from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
 from megalite.parallel.stage_module import Inside
 
 
-class Experts(nn.Module):
+class Experts(Adaptable):
     """This rank's experts: down(weight * activation(up(x))), or down(weight * activation(gate(x)) * up(x))."""
 
     def __init__(self, context: ParallelContext, name: str, experts: int, sizes: FeedForwardSizes) -> None:
@@ -58,8 +62,12 @@ class Experts(nn.Module):
             # Only the first rank of an expert adds it, so the ranks' gradients are summed.
             added_once = replace(context.split(down_bias, {0: "experts"}), grad_is_partial=True)
             self.down_bias = context.parameter(added_once)
-        self.adds_bias = context.group("expert ffn").rank == 0
+        self.over = context.group("expert ffn")
+        self.adds_bias = self.over.rank == 0
         self.up_product, self.down_product = grouped_linear, activated_grouped_linear
+        self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)
+        self._up_adapters: dict[int, int] = {}
+        """Numbers of the adapters of the first matrix, or of its gate and of the rest."""
 
     def forward(self, rows: Tensor, weights: Tensor, groups: ExpertRows) -> Tensor:
         """Apply each row's expert, times its weight: [rows, hidden] and [rows] to [rows, hidden], sorted by expert.
@@ -67,13 +75,58 @@ class Experts(nn.Module):
         With expert tensor parallelism, the result is this rank's part of the sum over the inner width.
         """
         inner = self.up_product(rows, self.up, groups)
+        if self._up_adapters:
+            inner = inner + self._up_update(rows, groups)
         if self.up_bias is not None:
             inner = inner + grouped_bias(self.up_bias, groups, inner.shape[1])
         outputs = self.down_product(inner, weights, self.activation, self.down, groups)
+        if (number := self._down_adapter) is not None:
+            small = activated_grouped_linear(inner, weights, self.activation, self.a_of_experts[number], groups)
+            outputs = outputs + self._scale * grouped_linear(small, self.b_of_experts[number], groups)
         if self.down_bias is not None:
             bias = grouped_bias(self.down_bias, groups, outputs.shape[1])
             outputs = outputs + (bias * (weights * self.adds_bias)[:, None]).to(outputs.dtype)
         return outputs
+
+    def weights_to_adapt(self) -> list[Parameter]:
+        return [self.up, self.down]
+
+    def adapt(self, config: AdaptersConfig) -> list[str]:
+        """See `Adaptable`. Each matrix has factors of its own, since rows are multiplied by expert."""
+        assert config.lora_rank is not None
+        rank, chosen = config.lora_rank, self.chosen(config)
+        if chosen and (config.use_dora or config.lora_dropout):
+            flag = "--use-dora" if config.use_dora else "--lora-dropout"
+            raise ConfigurationError(
+                f"{flag}: experts such as {chosen[0].name} have plain LoRA alone: leave the flag out, or name what to "
+                "adapt without them (--lora-target-modules)"
+            )
+        self.a_of_experts, self.b_of_experts = nn.ParameterList(), nn.ParameterList()
+        for number, matrix in enumerate(chosen):
+            is_down = matrix.tensor == self.down.sharding.pieces[0].tensor
+            weight, over = (self.down, (None, self.over)) if is_down else (self.up, (self.over, None))
+            (piece,) = weight.sharding.pieces
+            for factor, those, ranks in zip((matrix.a(rank), matrix.b(rank)), self._factors(), over, strict=True):
+                place = factor.place(piece, weight.sharding, ranks)
+                those.append(Parameter(place, weight.dtype, weight.device))
+            if is_down:
+                self._down_adapter = number
+            else:
+                self._up_adapters[0 if matrix.part is None else matrix.part[1]] = number
+        self._scale = config.lora_scale
+        return [matrix.name for matrix in chosen]
+
+    def _factors(self) -> tuple[nn.ParameterList, nn.ParameterList]:
+        return self.a_of_experts, self.b_of_experts
+
+    def _up_update(self, rows: Tensor, groups: ExpertRows) -> Tensor:
+        """Return what adapters add to the inner states: [rows, ffn], or [rows, 2 * ffn] with a gate."""
+        parts: list[Tensor | None] = [None] * (2 if self.gated else 1)
+        for part, number in self._up_adapters.items():
+            small = grouped_linear(rows, self.a_of_experts[number], groups)
+            parts[part] = self._scale * grouped_linear(small, self.b_of_experts[number], groups)
+        some = next(part for part in parts if part is not None)
+        return torch.cat([torch.zeros_like(some) if part is None else part for part in parts], dim=1)
 
 
 def _latent_linears(
@@ -180,7 +233,7 @@ class MoE(nn.Module):
             )
         chosen, weights, counts, terms = self.router(hidden, context)
         padded = self._padded_rows(hidden, context.layout.length)
-        tokens = hidden if self.latent_down is None else self.latent_down(hidden)
+        tokens = hidden if self.latent_down is None else self.latent_down(hidden, context)
         arrive = self.dispatcher.dispatch(tokens.flatten(0, 1), chosen, weights, padded)
         shared = self._shared(hidden, context) if self.overlaps_shared_experts else None
         arrived = arrive()
@@ -188,7 +241,7 @@ class MoE(nn.Module):
         if self.replicas is not None:
             output = collectives.all_reduce_(output, self.replicas)
         if self.latent_up is not None:
-            output = self.latent_up(output)
+            output = self.latent_up(output, context)
         if not self.overlaps_shared_experts:
             shared = self._shared(hidden, context)
         if shared is not None:

@@ -97,8 +97,9 @@ class Prediction(nn.Module):
         every: FurtherTokens,
         context: LayerContext,
         recomputed: Callable[..., Any],
-    ) -> TermSums:
-        """Return the sums of all losses, and of the terms of the depths' layers.
+    ) -> tuple[Tensor, TermSums]:
+        """Return the network's losses times their weights, [sequence, batch], and the sums of all losses, and of the
+        terms of the depths' layers.
 
         Args:
             hidden: the hidden states that leave the last layer of the network.
@@ -108,9 +109,9 @@ class Prediction(nn.Module):
         normed = head.norm(hidden)
         states, terms = self.states(normed, every.tokens, context, recomputed)
         losses = self.losses(head, [normed, *states], every.labels.transpose(1, 2))
-        sums = (losses * every.loss_mask.transpose(1, 2)).sum((1, 2))
+        weighted = losses * every.loss_mask.transpose(1, 2)
         names = [LM_LOSS.name, *map(term_name, range(1, self.count + 1))]
-        return add_sums(terms, dict(zip(names, sums.unbind(), strict=True)))
+        return weighted[0], add_sums(terms, dict(zip(names, weighted.sum((1, 2)).unbind(), strict=True)))
 
     def states(
         self, hidden: Tensor, tokens: Tensor, context: LayerContext, recomputed: Callable[..., Any]

@@ -87,6 +87,6 @@ class ShortConvolution(nn.Module):
         return ShortConvolution(context, name, sizes)
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        entering, leaving, x = self.input(hidden).chunk(3, dim=-1)
+        entering, leaving, x = self.input(hidden, context).chunk(3, dim=-1)
         product = entering * x
-        return self.output(leaving * self.core.convolve(product, self.core.begin(product, context, self)))
+        return self.output(leaving * self.core.convolve(product, self.core.begin(product, context, self)), context)

@@ -96,11 +96,11 @@ class SparseAttention(LatentAttention):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """Apply attention. With a cache, tokens also choose among the cached ones."""
-        of_queries, latents = self.latents(hidden)
+        of_queries, latents = self.latents(hidden, context)
         query, gate, latent, rotated_key = self.project(hidden, of_queries, latents, context)
         indices = None if self.indexer is None else self.indexer(hidden, of_queries, self._own(context.rotary))
         mixed, terms = self.attend_to_chosen(query, torch.cat([latent, rotated_key], dim=-1), indices, context)
-        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate)), terms
+        return self.output(mixed if gate is None else sigmoid_gated(mixed, gate), context), terms
 
     def _own(self, tables: Tables | None) -> Tables | None:
         """Return the rotary tables of the tokens that this rank has between layers."""
@@ -170,7 +170,8 @@ class SparseAttention(LatentAttention):
         first = torch.zeros_like(places)[None] if context.first_keys is None else context.first_keys[:, places]
         visible = VisibleKeys(first, places[None])
         chosen = self._choose(indices, visible, context)
-        key, value = self.keys_and_values(*latents.split(self.down_widths[-2:], dim=-1))
+        latent, rotated_key = latents.split(self.down_widths[-2:], dim=-1)
+        key, value = self.keys_and_values(latent, rotated_key, context)
         blocks = Blocks(layout.places(torch.device("cpu")), visible, chosen)
         # Without blocks, dropout and a cap would make whole arrays of queries times keys.
         is_plain = chosen is None and ranks == 1 and context.first_keys is None and self.core_is_fused
@@ -240,7 +241,8 @@ class SparseAttention(LatentAttention):
         if self.absorbing_is_less(len(query), len(kept)):
             return self.attend_kept(query, kept, mask_of(chosen, len(kept)).unsqueeze(1), context)
         blocks = Blocks(torch.full((len(query),), len(kept) - 1), visible, chosen)
-        key, value = self.keys_and_values(*kept.split(self.down_widths[-2:], dim=-1))
+        latent, rotated_key = kept.split(self.down_widths[-2:], dim=-1)
+        key, value = self.keys_and_values(latent, rotated_key, context)
         return self.attend_to(query, key, value, blocks, context)
 
 

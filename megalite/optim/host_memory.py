@@ -13,7 +13,7 @@ from megalite.optim.buckets import DataParallel, plan_buckets, shard_spec
 from megalite.optim.layout import BucketShardSpec
 from megalite.optim.offloaded import elements_on_host
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.shard import quantized_dtype, state_dtype
+from megalite.optim.shard import mean_dtype, quantized_dtype, state_dtype
 from megalite.optim.update_rule import state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -72,6 +72,8 @@ def _of_elements(spec: BucketShardSpec, count: int, options: DataParallel, confi
         yield count * torch.int16.itemsize
     elif (master := state_dtype(config, "master", dtype)) != dtype:
         yield count * master.itemsize
+    if (mean := mean_dtype(config, dtype)) is not None:
+        yield count * mean.itemsize
     start = spec.updated[0]
     for group, _, first, last in spec.layout.stretches():
         length = min(last, start + count) - max(first, start)

@@ -18,7 +18,7 @@ from megalite.errors import MegaliteError
 from megalite.optim.layout import ParameterGroup
 
 # Each function maps the fraction of the decay that has passed (0 to 1) to the remaining height (1 to 0).
-_SHAPES: dict[str, Callable[[float], float]] = {
+SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda passed: 1.0 - passed,
     "cosine": lambda passed: 0.5 * (math.cos(math.pi * passed) + 1.0),
     "exponential": lambda passed: 2.0 * 0.5**passed - 1.0,
@@ -94,9 +94,9 @@ class LearningRateSchedule:
     def _height(self, consumed_samples: int) -> float:
         """Return the position of the rate between the minimum (0) and the maximum (1)."""
         if self.style == "WSD":
-            start, shape = self.decay_samples - self.wsd_decay_samples, _SHAPES[self.wsd_style]
+            start, shape = self.decay_samples - self.wsd_decay_samples, SHAPES[self.wsd_style]
         else:
-            start, shape = self.warmup_samples, _SHAPES[self.style]
+            start, shape = self.warmup_samples, SHAPES[self.style]
         if consumed_samples <= start:
             return 1.0
         return shape((consumed_samples - start) / (self.decay_samples - start))
@@ -138,7 +138,7 @@ class WeightDecaySchedule:
         """Return the weight decay of the step that starts after `consumed_samples` samples."""
         if self.style == "constant" or consumed_samples >= self.samples:
             return self.end
-        return self.start + (self.end - self.start) * (1.0 - _SHAPES[self.style](consumed_samples / self.samples))
+        return self.start + (self.end - self.start) * (1.0 - SHAPES[self.style](consumed_samples / self.samples))
 
 
 @dataclass(frozen=True)

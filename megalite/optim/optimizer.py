@@ -180,11 +180,14 @@ class Optimizer:
         for bucket in self.frozen:
             yield from frozen_slices(bucket, *bucket.shard_spec.updated)
 
-    def saved_slices(self) -> Iterator[StateSlice]:
-        """Yield the values and state that this rank saves. Over all ranks, each element is saved once."""
+    def saved_slices(self, *, frozen: bool = True) -> Iterator[StateSlice]:
+        """Yield the values and state that this rank saves. Over all ranks, each element is saved once.
+
+        `frozen`: with the frozen values.
+        """
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
-        for bucket in self.frozen:
+        for bucket in self.frozen if frozen else ():
             yield from frozen_slices(bucket, *bucket.shard_spec.saved)
 
     @contextmanager
@@ -354,7 +357,7 @@ class Optimizer:
         return [StepCollective("largest logits", clipped[0].group.ranks, clip)] if clipped else []
 
     def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
-        """Apply the rules to the complete gradients, add up the tallies, and clip the logits of the step."""
+        """Apply the rules to the complete gradients, add up the tallies, clip the logits, and advance the means."""
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
@@ -368,6 +371,9 @@ class Optimizer:
         self._apply_rules(rates, result, loss_scale)
         for part in (*self._counting(), *self._clipping()):
             part.run()
+        for shard in self.shards:
+            if shard.ema_decay is not None and shard.bucket in self.updated:
+                shard.advance_means(shard.ema_decay)
 
     def _apply_rules(self, rates: Rates, result: StepResult, loss_scale: float) -> None:
         factor = clipping(self.config, result.gradient_norm) / loss_scale

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from megalite.optim.layout import BucketShardSpec
+from megalite.optim.weight_mean import EMA
 from megalite.parallel.sharding import partition_range
 
 Relayout = Literal["sum", "average", "drop", "refuse"]
@@ -28,6 +29,8 @@ EXTRA_STATE = (
     *(ANCHOR, "outer_momentum", "exchanged"),
 )
 """Names that a `BucketState` may have. A checkpoint may lack such state, or have it for a run that does not use it."""
+OPTIONAL_STATE = (*EXTRA_STATE, EMA)
+"""Names of all such state, with the mean of the weights."""
 
 
 @dataclass(frozen=True)

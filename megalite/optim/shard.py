@@ -16,6 +16,7 @@ from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.offloaded import HostCopy, HostPart, cuts, fetch_gradients
 from megalite.optim.packed import Joined, Packed, Remainders, View
 from megalite.optim.update_rule import own_states, state_names
+from megalite.optim.weight_mean import EMA, advance_
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.moments import BLOCK, Quantized
@@ -35,7 +36,7 @@ class StateSlice:
     values: Tensor
     """Values of the parameter."""
     state: dict[str, Tensor | View]
-    """Optimizer state by name, and `master` if the parameter has a lower precision than its master.
+    """Optimizer state by name, `master` if the parameter has a lower precision than its master, and the mean.
 
     Packed state is given as a `View`, except within `Optimizer.settable_for_load`.
     """
@@ -56,6 +57,11 @@ def state_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> 
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
+def mean_dtype(config: OptimizerConfig, parameters: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of the mean of parameters, or None if none is kept."""
+    return None if config.ema_decay is None else torch.promote_types(parameters, torch.float32)
+
+
 def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
     """Return the dtype of a state's 8-bit codes, or None if the state is not in 8 bits.
 
@@ -65,12 +71,13 @@ def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
 
 
 def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
-    """Return the number of bytes of state per element, without masters."""
+    """Return the number of bytes of state and of the weights' mean per element, without masters."""
     eight = 1 + torch.float32.itemsize / BLOCK
-    return sum(
+    kept = sum(
         eight if quantized_dtype(config, name) else state_dtype(config, name, parameters).itemsize
         for name in state_names(config, group)
     )
+    return kept + (mean.itemsize if (mean := mean_dtype(config, parameters)) is not None else 0)
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
@@ -82,10 +89,12 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """Return the dtypes of a trained parameter's flat state, masters included, in the order of `StateSlice.state`."""
+    """Return the dtypes of what is kept per element of a trained parameter, in the order of `StateSlice.state`."""
     names = *state_names(config, ParameterGroup.of(parameter)), "master"
     dtypes = {name: state_dtype(config, name, parameter.dtype) for name in names}
-    return {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}
+    kept = {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}
+    mean = mean_dtype(config, parameter.dtype)
+    return kept if mean is None else {**kept, EMA: mean}
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ class Segment:
     """Master weights. They are the parameters themselves if the dtypes are equal, remainders if the dtype is int16."""
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
+    mean: Tensor | None = None
+    """Mean of the master weights over the updates, with --ema-decay."""
     copies: Sequence[HostCopy] = ()
     """Copies to and from the device, if all of these tensors are on the host: consecutive elements."""
     settable: dict[str, Tensor] = field(default_factory=dict)
@@ -118,11 +129,13 @@ class Segment:
         return {name: state for name, state in self.state.items() if isinstance(state, Tensor)}
 
     def kept(self) -> dict[str, Tensor | Packed]:
-        """Return the state by name, and `master` if the masters are not the parameters themselves."""
+        """Return the state by name, `master` if the masters are not the parameters themselves, and the mean."""
         packed = self.master.dtype == torch.int16
         kept: dict[str, Tensor | Packed] = dict(self.state)
         if self.has_master:
             kept["master"] = Remainders(self.parameters, self.master) if packed else self.master
+        if self.mean is not None:
+            kept[EMA] = self.mean
         return kept
 
     def packed(self) -> dict[str, Packed]:
@@ -140,6 +153,7 @@ class Segment:
             master=self.master[own],
             gradients=self.gradients[own],
             state={name: tensor[own] for name, tensor in self.tensors.items()},
+            mean=None if self.mean is None else self.mean[own],
         )
 
     def parts(self, elements: int) -> Iterator[Segment]:
@@ -204,6 +218,15 @@ class Shard:
         self._parts = list(self._divide(host, config))
         self.segments = [segment for part in self._parts for segment in self._segments(part, config)]
         """All elements, divided by parameter group and by where their state is."""
+        self.ema_decay = config.ema_decay
+        self.advance_means(0.0)
+
+    def advance_means(self, decay: float) -> None:
+        """Take the weights into their means, if these are kept."""
+        for segment in self.segments:
+            if segment.mean is not None:
+                master = segment.master if segment.has_master else None
+                advance_(segment.mean, segment.parameters, master, decay)
 
     def _divide(self, host: HostPart | None, config: OptimizerConfig) -> Iterator[_Part]:
         middle = self.start + (host.elements if host is not None else 0)
@@ -265,6 +288,7 @@ class Shard:
         parts = [part for part in self._parts if (part.host is not None) == on_host]
         segments = [segment for segment in self.segments if bool(segment.copies) == on_host]
         states = [state for segment in segments for state in segment.state.values()]
+        states += [segment.mean for segment in segments if segment.mean is not None]
         packed = itertools.chain(*(state.tensors() for state in states if isinstance(state, Quantized)))
         copies = [tensor for part in parts if on_host for tensor in (part.parameters, part.gradients)]
         own = [] if on_host else [state.values for named in self.own_states for state in named.values()]
@@ -272,6 +296,7 @@ class Shard:
         return [*masters, *(state for state in states if isinstance(state, Tensor)), *packed, *own, *copies]
 
     def _segments(self, part: _Part, config: OptimizerConfig) -> Iterator[Segment]:
+        """Yield the segments of a part, with new state."""
         for group, slots, begin, end in self.bucket.layout.stretches():
             low, high = max(begin, part.start), min(end, part.stop)
             if low < high:
@@ -279,8 +304,10 @@ class Shard:
                 parameters, gradients = part.parameters[own], part.gradients[own]
                 names = state_names(config, group)
                 state = {name: _new_state(config, name, parameters) for name in names}
+                dtype = mean_dtype(config, parameters.dtype)
+                mean = None if dtype is None else torch.zeros_like(parameters, dtype=dtype)
                 copies = [self._copy(part, *ends) for ends in cuts(low, high)] if part.host is not None else ()
-                yield Segment(group, slots, low, high, parameters, part.master[own], gradients, state, copies)
+                yield Segment(group, slots, low, high, parameters, part.master[own], gradients, state, mean, copies)
 
     def _copy(self, part: _Part, start: int, stop: int) -> HostCopy:
         assert part.host is not None

@@ -24,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel import collectives
+from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, accumulate_grad, is_deferred
+from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
 
 
@@ -53,77 +55,136 @@ def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
 class _ColumnParallel(torch.autograd.Function):
     """Product of input [sequence (/ size), batch, in] and weights [out_i, in]: [sequence, batch, sum of out_i].
 
-    `use`: the number of this use of a tied weight, whose uses have separate sums of gradients.
+    `use`: the number of this use of a tied weight, whose uses have separate sums of gradients. With an `update`, its A
+    follows the weights, and B for each adapted weight follows A.
     """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        use: int,
+        update: Update | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Multiply, and save the input as it is split, with A x."""
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
-        ctx.group, ctx.sequence_parallel, ctx.use, ctx.weights = group, sequence_parallel, use, weights
-        ctx.save_for_backward(input)
+        ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
+        ctx.weights, ctx.b = weights, ()
         whole = collectives.all_gather(input, group) if sequence_parallel else input
-        if len(weights) == 1:
+        if update is None and len(weights) == 1:
+            ctx.save_for_backward(input)
             return F.linear(whole, weights[0])
-        output = whole.new_empty(*whole.shape[:-1], sum(weight.shape[0] for weight in weights))
-        for weight, part in zip(weights, _split_outputs(_matrix(output), weights), strict=True):
+        if update is not None:
+            ctx.weights, ctx.b = weights[: -update.weights], weights[-update.weights :]
+        multiplied = ctx.weights if update is None else ctx.weights[:-1]
+        make = whole.new_empty if multiplied else whole.new_zeros
+        output = make(*whole.shape[:-1], sum(map(len, multiplied)) if multiplied else update.width)  # type: ignore[union-attr]
+        for weight, part in zip(multiplied, _split_outputs(_matrix(output), multiplied), strict=True):
             torch.mm(_matrix(whole), weight.t(), out=part)
+        if update is None:
+            ctx.save_for_backward(input)
+        else:
+            inner = torch.mm(_matrix(whole), ctx.weights[-1].t())
+            update.add(_matrix(output), inner, ctx.b)
+            ctx.save_for_backward(input, inner)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights, whose products run beside the messages."""
-        input, weights = ctx.saved_tensors[0].detach(), ctx.weights  # a deferred gradient must not keep the graph
+        input, *inner = (saved.detach() for saved in ctx.saved_tensors)  # deferred gradients must not keep the graph
+        weights, b = ctx.weights, ctx.b
         group: Group = ctx.group
-        later = ctx.sequence_parallel and is_deferred(weights[0])
+        later = ctx.sequence_parallel and any(map(is_deferred, weights))
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
         input_again = collectives.all_gather_async(input, group) if gather_now else None
-        parts = _split_outputs(_matrix(gradients[0]), weights)
-        input_gradient = parts[0] @ weights[0]
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            input_gradient.addmm_(part, weight)
-        whole = input_again.wait() if input_again is not None else input
-        input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
-        if ctx.sequence_parallel:
-            reduction = collectives.reduce_scatter_async(input_gradient, group)
+        gradient = _matrix(gradients[0])
+        if ctx.update is None:
+            parts = _split_outputs(gradient, weights)
         else:
-            reduction = collectives.all_reduce_async_(input_gradient, group)
+            parts = (*_split_outputs(gradient, weights[:-1]), ctx.update.of_inner(gradient, weights[-1], b))
+        input_gradient = reduction = None
+        if ctx.needs_input_grad[0]:  # not if all before is frozen
+            input_gradient = parts[0] @ weights[0]
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                input_gradient.addmm_(part, weight)
+        whole = input_again.wait() if input_again is not None else input
+        if input_gradient is not None:
+            input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
+            if ctx.sequence_parallel:
+                reduction = collectives.reduce_scatter_async(input_gradient, group)
+            else:
+                reduction = collectives.all_reduce_async_(input_gradient, group)
         products: list[Gradient]
         if later:
             gathered = _gather_later(input, group)
             products = [_GatheredGradient(functools.partial(_matrix, part), gathered) for part in parts]
         else:
             products = [ProductGradient(part, _matrix(whole)) for part in parts]
+        products += [ctx.update.of_b(gradient, inner[0], number) for number in range(len(b))]
         weight_gradients = [
-            accumulate_grad(weight, product, ctx.use) for weight, product in zip(weights, products, strict=True)
+            accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
         ]
-        return reduction.wait(), None, None, None, *weight_gradients
+        return None if reduction is None else reduction.wait(), None, None, None, None, *weight_gradients
 
 
 class _RowParallel(torch.autograd.Function):
-    """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out]."""
+    """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out].
+
+    With an `update`, its A and B follow the weight.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool, unread: bool) -> Tensor:
-        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
-        ctx.save_for_backward(input)
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        group: Group,
+        sequence_parallel: bool,
+        unread: bool,
+        update: Update | None,
+        *weights: Tensor,
+    ) -> Tensor:
+        """Multiply, add the update, and sum over the ranks."""
+        ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
+        width = len(weights[0]) if update is None else update.width
+        multiplied = weights if update is None else weights[:-2]
+        inner = [] if update is None else [torch.mm(_matrix(input), weights[-2].t())]
+        ctx.save_for_backward(input, *inner)
         if unread:
+            if update is not None:
+                inner[0].mul_(update.scale)
             sequence = len(input) // group.size if sequence_parallel else len(input)
-            return input.new_zeros(sequence, *input.shape[1:-1], len(weight))
-        term = F.linear(input, weight)  # a new tensor: it can be reduced in place
+            return input.new_zeros(sequence, *input.shape[1:-1], width)
+        # A new tensor: it can be changed and reduced in place.
+        term = F.linear(input, multiplied[0]) if multiplied else input.new_zeros(*input.shape[:-1], width)
+        if update is not None:
+            update.add(_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input = ctx.saved_tensors[0].detach()
+        """Return the gradients of the input and the weights."""
+        input, *inner = (saved.detach() for saved in ctx.saved_tensors)
+        weights, update = ctx.weights, ctx.update
         gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
-        input_gradient = gradient @ ctx.weight  # first: accumulating the last gradient may free the weight
-        product: Gradient
-        if ctx.sequence_parallel and is_deferred(ctx.weight):
+        gradient_matrix = _matrix(gradient)
+        parts = [gradient_matrix]
+        if update is not None:
+            parts = [*parts[: len(weights) - 2], update.of_inner(gradient_matrix, weights[-2], weights[-1:])]
+        input_gradient = parts[0] @ weights[0]  # first: accumulating the last gradient may free the weights
+        for part, weight in zip(parts[1:], weights[1:], strict=False):
+            input_gradient.addmm_(part, weight)
+        products: list[Gradient] = [ProductGradient(part, _matrix(input)) for part in parts]
+        if ctx.sequence_parallel and is_deferred(weights[0]):
             gathered = _gather_later(gradients[0], ctx.group)
-            product = _GatheredGradient(gathered, functools.partial(_matrix, input))
-        else:
-            product = ProductGradient(_matrix(gradient), _matrix(input))
-        return input_gradient, accumulate_grad(ctx.weight, product), None, None, None
+            products[0] = _GatheredGradient(gathered, functools.partial(_matrix, input))
+        if update is not None:
+            products.append(update.of_b(gradient_matrix, inner[0], 0))
+        weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
+        return input_gradient.view_as(input), None, None, None, None, *weight_gradients
 
 
 _ALONE = Group((0,), 0)
@@ -134,7 +195,12 @@ def product(input: Tensor, weight: Tensor) -> Tensor:
 
     The gradient of the weight goes to its buffer, or later if it is deferred, as those of the layers here.
     """
-    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, weight)
+    return updated_product(input, None, weight)
+
+
+def updated_product(input: Tensor, update: Update | None, *weights: Tensor) -> Tensor:
+    """Return the sum of `product` and an update. `weights`: the weights, A of the update, and its B."""
+    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, update, *weights)
     return output
 
 
@@ -172,10 +238,10 @@ def gathered(input: Tensor, group: Group) -> Tensor:
 
 
 def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return matrix.split([weight.shape[0] for weight in weights], dim=-1)
+    return matrix.split([weight.shape[0] for weight in weights], dim=-1) if weights else ()
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Adaptable):
     """A linear layer whose outputs are split over ranks; the input is replicated, or split along the sequence.
 
     Several weights (queries, and keys and values that ranks share) are applied to the same input, which is gathered
@@ -215,18 +281,30 @@ class ColumnParallelLinear(nn.Module):
             return self.biases[0] if self.biases else None
         return torch.cat(list(self.biases))
 
-    def forward(self, input: Tensor, *, frozen: bool = False) -> Tensor:
+    def forward(self, input: Tensor, places: Places | None = None, *, frozen: bool = False) -> Tensor:
         """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size].
 
-        `frozen`: the weights get no gradient.
+        Args:
+            places: of the tokens, for the dropout of adapters.
+            frozen: the weights get no gradient.
         """
-        weights = [weight.frozen_alias() for weight in self.weights] if frozen else self.weights
-        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *weights)
+        weights = [weight.frozen_alias() for weight in self.weights] if frozen else list(self.weights)
+        output = self.adapted(self._product, input, weights, places)
         bias = self.bias if self.adds_bias else None
         return output if bias is None else output + bias
 
+    def _product(self, input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
+        found: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, update, *weights)
+        return found
 
-class ReplicatedLinear(nn.Module):
+    def weights_to_adapt(self) -> list[Parameter]:
+        return list(self.weights)
+
+    def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
+        return self.group, None
+
+
+class ReplicatedLinear(Adaptable):
     """A linear layer that every rank has whole and applies to its own tokens."""
 
     def __init__(self, context: ParallelContext, weight: Sharding, bias: Sharding | None) -> None:
@@ -234,13 +312,22 @@ class ReplicatedLinear(nn.Module):
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out."""
-        output = product(input, self.weight)
+    def forward(self, input: Tensor, places: Places | None = None) -> Tensor:
+        """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out.
+
+        `places`: see `ColumnParallelLinear`.
+        """
+        output = self.adapted(updated_product, input, [self.weight], places)
         return output if self.bias is None else output + self.bias
 
+    def weights_to_adapt(self) -> list[Parameter]:
+        return [self.weight]
 
-class RowParallelLinear(nn.Module):
+    def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
+        return None, None
+
+
+class RowParallelLinear(Adaptable):
     """A linear layer whose inputs are split over ranks. Partial outputs are summed, then the bias is added once.
 
     `inputs`: the meaning of the input dimension, which is split.
@@ -252,10 +339,30 @@ class RowParallelLinear(nn.Module):
         self.bias = context.parameter(bias) if bias is not None else None
         self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
 
-    def forward(self, input: Tensor, *, unread: bool = False) -> Tensor:
+    def forward(self, input: Tensor, places: Places | None = None, *, unread: bool = False) -> Tensor:
         """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out].
 
-        `unread`: only backward is asked for. The output is then not computed, and has zeros in place of the product.
+        Args:
+            places: see `ColumnParallelLinear`.
+            unread: only backward is asked for. The output is then not computed, and has zeros in place of the product.
         """
-        output: Tensor = _RowParallel.apply(input, self.weight, self.group, self.sequence_parallel, unread)
+
+        def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
+            found: Tensor = _RowParallel.apply(input, self.group, self.sequence_parallel, unread, update, *weights)
+            return found
+
+        output = self.adapted(product, input, [self.weight], places)
         return output if self.bias is None else output + self.bias
+
+    def weights_to_adapt(self) -> list[Parameter]:
+        return [self.weight]
+
+    def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
+        return None, self.group
+
+    @property
+    def splits_output(self) -> bool:  # type: ignore[override]
+        return self.sequence_parallel
+
+    def rows_of_input(self, places: Places) -> Runs:
+        return places.layout.part(0, 1)

@@ -33,6 +33,7 @@ SITES = {
     "short convolution output": 6,
     "kimi delta output": 7,
     "latent attention output": 8,
+    "adapter": 9,
 }
 """Number of each site in the key. Each pair of a layer and a site must be unique."""
 

@@ -97,6 +97,11 @@ class LogicalTensor:
         """The dimensions that enumerate the matrices: each index along them selects a separate matrix."""
         return self._matrix_axes()[0]
 
+    @property
+    def column_dimensions(self) -> tuple[int, ...]:
+        """The dimensions that together are the columns of each matrix."""
+        return self._matrix_axes()[2]
+
     def matrix_indices(self, box: Box) -> tuple[list[int], list[int], list[int]]:
         """Return the numbers of the matrices that a box overlaps, and those of their rows and columns in it.
 

@@ -45,10 +45,12 @@ class StageOutput(NamedTuple):
         tensors: tensors for the next stage, by name. The last stage returns its logits here if there is no loss.
         terms: this rank's sums of the loss terms over the micro-batch, by name: scalars in fp32 or wider. A sum that
             does not require a gradient is only recorded.
+        recorded: its sums of the terms that have parts, by name: vectors [parts] without a gradient.
     """
 
     tensors: Mapping[str, Tensor]
     terms: TermSums = NO_SUMS
+    recorded: TermSums = NO_SUMS
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class LossTerm:
         axes: the mesh axes over which the sum is partial. For a sum over a layer's tokens, these are
             `ParallelContext.token_axes`. The sums of all pipeline stages are added in any case.
         count_axes: the mesh axes over which the count is partial. Ranks with the same micro-batch have the same count.
+        parts: the names under which the elements of sum and count are recorded, if these are vectors; a part that has
+            counted nothing is not recorded. Such a term has no gradient.
     """
 
     name: str
@@ -71,10 +75,17 @@ class LossTerm:
     weight: float = 1.0
     axes: tuple[str, ...] = ("dp", "cp")
     count_axes: tuple[str, ...] = ("dp", "cp")
+    parts: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which it is recorded."""
+        return self.parts or (self.name,)
 
     def __str__(self) -> str:
         over, counted = (" x ".join(axes) or "no axis" for axes in (self.axes, self.count_axes))
-        return f"{self.name} (weight {self.weight}, summed over {over}, counted over {counted})"
+        parts = f", of {', '.join(self.parts)}" if self.parts else ""
+        return f"{self.name} (weight {self.weight}, summed over {over}, counted over {counted}{parts})"
 
 
 def items_of(metric: str) -> str:

@@ -290,7 +290,7 @@ class _Step(Generic[MicroBatch]):
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
         if training and arrived:
             self._inputs[key] = [inputs[spec.name].requires_grad_() for spec in chunk.gives_back]
-        tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
+        tensors, terms, recorded = chunk.run(inputs, self.micro_batches[action.micro_batch])
         if self.engine.offloading is not None:
             self.engine.offloading.after_forward()
         passed_on = chunk.passed_on(tensors, action.micro_batch)
@@ -299,7 +299,7 @@ class _Step(Generic[MicroBatch]):
             edges = chunk.edges(passed_on, action.micro_batch)
             self._outputs[key] = edges, {name: term for name, term in terms.items() if term.requires_grad}
         sums = self._sums[action.chunk]
-        for name, term in terms.items():
+        for name, term in (*terms.items(), *recorded.items()):
             value = self.engine.rounded(term.detach())
             sums[name] = sums[name] + value if name in sums else value
         if passed_on:

@@ -9,16 +9,18 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 _OF_SCRIPTS = {
     "pretrain_gpt": "pretrain",
+    "finetune_gpt": "finetune",
     "pretrain_mamba": "pretrain-hybrid",
     "preprocess_data": "preprocess",
     "inspect": "inspect-checkpoint",
+    "merge": "merge-checkpoints",
 }
 _SAME = (
     "calibrate|chaos|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
     "inspect_dataset|merge_datasets|plan|report|reshard|scaling|train_tokenizer|translate|verify"
 )
 _OF_TOOLS = rf"(?<!\S)tools/(?:checkpoint/)?({'|'.join(_OF_SCRIPTS)}|{_SAME})"
-_SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_(?:gpt|hybrid|mamba)))\.py\b")
+_SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_(?:gpt|hybrid|mamba)|finetune_gpt))\.py\b")
 _PAGE = re.compile(r"(?<![\w/])docs/\w+\.md(?! of megalite)")
 
 

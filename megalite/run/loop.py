@@ -166,6 +166,9 @@ class TrainingLoop:
             stack.push(self._close_records)
             if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
                 self._ledger = self._open_ledger(trainer.directory)
+            if trainer.loaded.decisions:  # of the first step, so that a start which is made again replaces them
+                self.record_decisions(trainer.loaded.decisions, trainer.iteration + 1)
+                trainer.loaded = replace(trainer.loaded, decisions=())
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
@@ -298,7 +301,8 @@ class TrainingLoop:
         if means is not None:
             loss, others = self._shown("validation", means)
             wanted = self.config.logging.log_validation_ppl_to_tensorboard
-            extra = {"valid_perplexity": perplexity(loss)} if wanted else {}
+            losses = {"": loss, **{name[4:]: mean for name, mean in others.items() if name.startswith("loss/")}}
+            extra = {f"valid_perplexity{of}": perplexity(mean) for of, mean in losses.items()} if wanted else {}
             extra |= {f"valid_{name}": mean for name, mean in others.items()}
             self._record(ValidationMetrics(*trainer.where(), loss, extra=extra))
 
@@ -321,12 +325,24 @@ class TrainingLoop:
             self.display.sample(self.trainer.iteration, text)
 
     def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
-        """Show the results of an evaluation; returns the loss and the other means."""
-        task, others = self.trainer.task, dict(means)
+        """Show the results of an evaluation, with a line for each source or set.
+
+        Returns the loss and the other means, of which loss/NAME is that of a source or set.
+        """
+        task = self.trainer.task
+        others = {name.replace(f"{task.loss_name}/", "loss/"): mean for name, mean in means.items()}
         loss = others.pop(task.loss_name)
-        of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(loss)}
+        lines = {"": {"loss": loss}, **{name[5:]: dict[str, float]() for name in others if name.startswith("loss/")}}
+        for figure, mean in others.items():
+            base, _, part = figure.partition("/")
+            is_part = part in lines
+            lines[part if is_part else ""][base if is_part else figure] = mean
         self._tell_empty()
-        self.display.evaluation(name, self.trainer.iteration, {"loss": loss, **of_tokens, **others})
+        for part, figures in lines.items():
+            is_of_tokens = task.tokens_per_sample is not None and task.has_perplexity
+            of_tokens = {"perplexity": perplexity(figures["loss"])} if is_of_tokens else {}
+            of = f" of {part}" if part else ""
+            self.display.evaluation(f"{name}{of}", self.trainer.iteration, {**figures, **of_tokens})
         return loss, others
 
     def _tell_empty(self) -> None:

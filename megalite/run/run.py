@@ -15,7 +15,7 @@ from megalite import checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.entry_points import entry_point
-from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.launch import connect_ranks, disconnect, locate, run_watchdog
 from megalite.lifecycle.startup import Startup
@@ -29,6 +29,7 @@ from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
 from megalite.run.loop import TrainingLoop, metrics_path
 from megalite.storage import AnyPath, open_directory, write_atomically
+from megalite.training.branch import in_words
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
@@ -106,6 +107,8 @@ class Run:
                 self._synchronization = make_synchronization(config, mesh)
                 self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
+                if self.trainer is not None:
+                    self.task.begin(self.trainer)
                 if self.copies is not None and self.trainer is not None:
                     self.copies.begin(self.trainer)
                     self._notes += self.copies.notes
@@ -120,7 +123,7 @@ class Run:
     def _begin(self) -> None:
         """Build the trainer, and load the newest checkpoint that is whole."""
         config, mesh = self.config, self.mesh
-        resume_point = find_resume_point(config.checkpoint, mesh)
+        resume_point = self.task.start(find_resume_point(config.checkpoint, mesh))
         chosen = self._synchronization
         trainer = chosen.trainer
         if self.task.optimizers:
@@ -162,6 +165,14 @@ class Run:
                 return
             self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
             self.how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
+            if self.trainer is None and resume_point.branches:
+                raise ConfigurationError(
+                    f"--branch-from {config.checkpoint.branch_from}: the run would end at step {self.last}, which "
+                    f"{path} has reached: give more by --train-iters or --train-samples"
+                )
+            if self.trainer is not None and self.trainer.parents:
+                parents = in_words(self.trainer.parents)
+                self.how = f"new, {parents}" if resume_point.branches else f"{self.how}; {parents}"
             self._loaded = path
             return
         self.trainer = build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.device import moved
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
+from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks import summary
@@ -35,6 +36,7 @@ class _Loader:
     batches: AnyDatasetLoader
     to_micro_batch: Callable[[Batch], Any]
     length: int | None = None
+    terms: Sequence[LossTerm] = ()
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> list[Any]:
         return [self.to_micro_batch(each) for each in self.batches.micro_batches(consumed_samples, deal)]

@@ -36,20 +36,25 @@ _PEAK_FLOPS = {
 }
 
 
-def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True) -> float:
+def flops_per_token(
+    model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True, frozen: bool = False
+) -> float:
     """Return the model FLOPs of a training step per token, summed over all ranks.
 
     Args:
         causal: count only the attention scores inside the causal mask and the sliding window; otherwise all scores.
+        frozen: all weights are frozen beside adapters, which are not counted: no product is of a weight's gradient.
     """
-    layers = 0.0
+    layers = of_weights = 0.0
     for layer in model.passed_layers:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
         layers += sum(kind.products(model, seen) for kind in kinds_of(layer))
+        of_weights += sum(kind.products(model, 0) for kind in kinds_of(layer))
     logits = model.hidden_size * padded_vocab_size * (1 + model.depths)
     projections = 2 * model.hidden_size**2 * model.depths
     passes = 1 if model.trains_indexers_alone else _FORWARD_AND_BACKWARD
-    return float(passes * _MULTIPLY_AND_ADD * (layers + projections + logits))
+    left_out = of_weights + projections + logits if frozen else 0.0
+    return float(_MULTIPLY_AND_ADD * (passes * (layers + projections + logits) - left_out))
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

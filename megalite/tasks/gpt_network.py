@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
+from megalite.checkpoint.manifest import MODEL
 from megalite.config import ModelConfig, RunConfig
 from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.prediction import without_depths
@@ -26,14 +28,15 @@ from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter
+from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
+from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
 from megalite.training.metrics import LARGEST_LOGIT
-from megalite.training.resume import open_initial_model
+from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
 
 
@@ -49,8 +52,8 @@ class GPTNetworkTask(Task):
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()
     """Division of samples among context-parallel ranks."""
-    finetune_notes: tuple[str, ...] = ()
-    """Notes on depths and indexers that a checkpoint has and this run lacks, or the reverse."""
+    network_notes: tuple[str, ...] = ()
+    """Notes on differences between the network and that of a checkpoint: rotary embeddings, depths, indexers."""
 
     def stages(self) -> Stages:
         return builder.make_stages(self.config)
@@ -72,12 +75,24 @@ class GPTNetworkTask(Task):
     def figures(self, micro_batches: Sequence[Any], *, updated: bool) -> dict[str, float]:
         return {LARGEST_LOGIT: largest_of_all(self.chunks, self.mesh)} if self.model.measures_logits else {}
 
+    @property
+    def saves_frozen(self) -> bool:  # type: ignore[override]
+        return self.config.adapters.lora_rank is None
+
+    def start(self, found: ResumePoint) -> ResumePoint:
+        return found if self.saves_frozen else start_of_adapters(found, self.config.checkpoint, self.mesh)
+
+    def open_base(self, path: AnyPath, described: Manifest) -> OpenedModel | None:
+        return None if self.saves_frozen else base_of(path, described.config, self.config.checkpoint)
+
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)
         self._check_function(str(path), saved)
+        check_adapters(path, described.config, self.config.adapters)
 
     def check_trained(self, path: AnyPath, described: Manifest) -> None:
-        """Raise CheckpointError if the run was in a stage of sparse attention that trains other weights."""
+        """Raise CheckpointError if the run trained other weights, as a stage of sparse attention, or --freeze."""
+        check_same_trained(path, described.config, self.config.adapters)
         saved = checkpoint.model_config(path, described.config, self.model)
         stages = [(not each.trains_indexers_alone, each.trains_indexers) for each in (saved, self.model)]
         if stages[0] != stages[1]:
@@ -98,6 +113,8 @@ class GPTNetworkTask(Task):
         saved = checkpoint.model_config(path, described.config, self.model)
         models = [model for model in (self.model, saved) if model.num_experts is not None]
         found = {name for model in models for name in states_of_training(model)}
+        if not self.saves_frozen:
+            found |= {MODEL + name for name in self._names(trained=False)}
         return found.union(*map(in_checkpoint, self._replaced(saved)))
 
     def _replaced(self, saved: ModelConfig) -> list[set[str]]:
@@ -116,9 +133,14 @@ class GPTNetworkTask(Task):
     def _check_function(self, what: str, saved: ModelConfig) -> None:
         """Raise CheckpointError if a network computes another function.
 
-        With --finetune, its depths may differ, which of its layers have an indexer, and how many keys these choose.
+        With --allow-changed-rotary, the base and the scaling of its rotary embeddings may differ. With --finetune, its
+        depths may differ, which of its layers have an indexer, and how many keys these choose.
         """
-        model, self.finetune_notes = self.model, ()
+        model, self.network_notes = self.model, ()
+        if self.config.checkpoint.allow_changed_rotary:
+            saved, changes = checkpoint.with_rotary_of(saved, model)
+            if changes:
+                self.network_notes += (f"note: other rotary embeddings than in {what}: {changes}",)
         if self.config.checkpoint.finetune:
             anew, left_out = (sum(each.endswith(".indexer.query") for each in names) for names in self._replaced(saved))
             if checkpoint.indexers_agree(saved, model):
@@ -126,7 +148,7 @@ class GPTNetworkTask(Task):
                     self._note(what, "indexers", left_out, anew)
                 then, now = saved.dsa_indexer_topk, model.dsa_indexer_topk
                 if then and now and then != now:
-                    self.finetune_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
+                    self.network_notes += (f"note: indexers choose {now} keys, and chose {then} in {what}",)
                 saved, model = without_indexers(saved), without_indexers(model)
             if not checkpoint.same_depths(saved, model):
                 self._note(what, "depths of multi-token prediction", saved.depths, model.depths)
@@ -146,10 +168,14 @@ class GPTNetworkTask(Task):
             )
         fates = {f"leaves out its {kind} ({left_out})": left_out, f"begins those of this run anew ({anew})": anew}
         said = " and ".join(words for words, count in fates.items() if count)
-        self.finetune_notes += (f"note: {what} has other {parts}: --finetune {said}",)
+        self.network_notes += (f"note: {what} has other {parts}: --finetune {said}",)
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
+        """See `Task`. Adapters are not merged if the run trains them on."""
         opened = open_initial_model(path)
+        if opened.adapters is not None and not self.saves_frozen:
+            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters)
+            opened = replace(opened, source=opened.adapters.joined())
         if self.config.checkpoint.resize_vocabulary:
             from megalite.conversion.vocabulary import with_more_tokens
 
@@ -162,4 +188,10 @@ class GPTNetworkTask(Task):
 
     def check_weights(self, opened: OpenedModel) -> set[str]:
         self._check_function(opened.what, opened.config)
-        return states_of_training(self.model).union(*self._replaced(opened.config)[:1])
+        fresh = states_of_training(self.model).union(*self._replaced(opened.config)[:1])
+        return fresh if self.saves_frozen else fresh | (self._names(trained=True) - opened.source.tensors.keys())
+
+    def _names(self, *, trained: bool) -> set[str]:
+        """Return the names of the weights of this rank that are trained, or of those that are frozen."""
+        every = (each for chunk in self.chunks for each in named_pieces(chunk))
+        return {piece.tensor.name for parameter, piece in every if parameter.requires_grad is trained}

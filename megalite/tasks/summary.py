@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.layer_specs import pattern_of
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
@@ -82,6 +83,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
         f"hidden {model.hidden_size}{_experts(model)}{_depths(model)}",
         **_sparse(trainer, model),
+        **_part(trainer, config.adapters),
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
         **_devices(trainer, task),
@@ -175,6 +177,17 @@ def _sparse(trainer: Summarized, model: ModelConfig) -> dict[str, object]:
         which = "those of the indexers" if model.trains_indexers_alone else "all but those of the indexers"
         lines["trained"] = f"{counts['True']:,} parameters: {which}"
     return lines
+
+
+def _part(trainer: Summarized, adapters: AdaptersConfig) -> dict[str, object]:
+    """Return the parameters that are trained, if adapters or frozen weights leave a part."""
+    if adapters.lora_rank is None and not adapters.freeze:
+        return {}
+    counts = count_kinds(trainer.chunks, trainer.mesh, lambda parameter, _: str(parameter.requires_grad))
+    which = f"all but those of {' '.join(adapters.freeze)}"
+    if adapters.lora_rank is not None:
+        which = f"adapters of rank {adapters.lora_rank} ({' '.join(adapters.lora_target_modules)})"
+    return {"trained": f"{counts['True']:,} parameters: {which}"}
 
 
 def _optimizer(trainer: Summarized) -> dict[str, object]:

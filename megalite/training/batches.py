@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.data.loader import MicroBatchArrays
-from megalite.model.batch import FurtherTokens, MicroBatch, first_keys
+from megalite.model.batch import FurtherTokens, MicroBatch, SampleSources, first_keys
 from megalite.parallel.attention_plan import FirstKeys, balanced, work_of_chunks
 from megalite.parallel.device import moved
 from megalite.parallel.randomness import RandomKey
@@ -79,17 +79,20 @@ def to_micro_batches(
     dtype: torch.dtype,
     device: torch.device,
     cutting: Cutting = Cutting(),
+    sources: int = 0,
 ) -> list[MicroBatch]:
     """Return micro-batches on the device, with this rank's part of each sample.
 
     Labels, masks and positions are those of the full samples, so no rank needs a neighbour's token. The loss mask has
     `dtype` promoted to at least fp32, so that losses are not rounded.
+
+    `sources`: number of sources whose losses are recorded; 0: none are.
     """
-    return [_to_micro_batch(fields, seed, dtype, device, cutting) for fields in arrays]
+    return [_to_micro_batch(fields, seed, dtype, device, cutting, sources) for fields in arrays]
 
 
 def _to_micro_batch(
-    fields: MicroBatchArrays, seed: int, dtype: torch.dtype, device: torch.device, cutting: Cutting
+    fields: MicroBatchArrays, seed: int, dtype: torch.dtype, device: torch.device, cutting: Cutting, sources: int
 ) -> MicroBatch:
     """Return this rank's tokens of whole samples [batch, sequence], with the mask and the key that go with them."""
     first, bounds = None, FirstKeys()
@@ -106,6 +109,7 @@ def _to_micro_batch(
 
     wide = torch.promote_types(dtype, torch.float32)
     further, padding = None, fields["padding"]
+    numbers, text_bytes = fields.get("sources") if sources else None, fields.get("text_bytes")
     if cutting.depths:
         whole = [torch.from_numpy(np.ascontiguousarray(fields[name])) for name in ("tokens", "labels", "loss_mask")]
         tokens, labels, mask = further_tokens(whole[0], whole[1], whole[2], first, cutting.depths)
@@ -123,6 +127,8 @@ def _to_micro_batch(
         bounds=bounds,
         further=further,
         lengths=None if padding is None else moved((~torch.from_numpy(padding)).sum(1), device),
+        sources=None if numbers is None else SampleSources(moved(torch.from_numpy(numbers), device), sources),
+        text_bytes=None if text_bytes is None else own(text_bytes),
     )
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from megalite.checkpoint import Contents, Plan
@@ -31,6 +32,7 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import Shares
+from megalite.data.sources import Sources
 from megalite.entry_points import entry_point
 from megalite.model import gpt
 from megalite.model.gpt import GPT
@@ -48,6 +50,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.several import SeveralOptimizers, optimizer_of
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
+from megalite.parallel.adapter import train_a_part
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
@@ -69,8 +72,11 @@ def make_loader(
     data: RunData,
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
+    sources: Sources | None = None,
+    byte_lengths: np.ndarray | None = None,
+    fills: bool = False,
 ) -> MicroBatchLoader:
-    """Return the loader of this rank's micro-batches."""
+    """Return the loader of this rank's micro-batches. See there for what is optional."""
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
@@ -78,6 +84,9 @@ def make_loader(
         num_workers=config.data.num_workers,
         verification=data.verification,
         routing=routing,
+        sources=sources,
+        byte_lengths=byte_lengths,
+        fills=fills,
     )
 
 
@@ -142,7 +151,7 @@ def make_networks(
 ) -> list[GPT]:
     """Return stages with these layers. `ends`: the ranks of the first and the last stage."""
     training, fused_loss = config.training, config.kernels.fused_linear_cross_entropy
-    return gpt.make_chunks(
+    chunks = gpt.make_chunks(
         model,
         mesh,
         parts,
@@ -153,6 +162,9 @@ def make_networks(
         dtype=model_dtype(config),
         attention_ways=attention_ways(config.parallel),
     )
+    for chunk in chunks:
+        train_a_part(chunk, config.adapters)
+    return chunks
 
 
 def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:
@@ -260,6 +272,8 @@ def make_plan(
     synchronization: Synchronization | None = None,
     optimizer: Optimizer | None = None,
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
+    *,
+    saves_frozen: bool = True,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
@@ -269,6 +283,7 @@ def make_plan(
         synchronization: that of the ranks; None: plain data parallelism.
         optimizer: that of this rank, if there is one, so that its network is not built again.
         optimizers: those of the task.
+        saves_frozen: that of the task.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = synchronization.options(data_parallel(config, mesh, stages))
@@ -290,6 +305,7 @@ def make_plan(
         replicas=synchronization.replicas,
         fraction_on_host=lambda rank: config_of_rank(config, rank).offload.fraction_on_host,
         own=optimizer,
+        saves_frozen=saves_frozen,
         optimizers=optimizers,
     )
 

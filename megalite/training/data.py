@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from megalite.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megalite.config.loss_weights import loss_weights
 from megalite.config.run import TaskConfig
 from megalite.data.blend import BlendedDataset, Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
+from megalite.data.loss_weights import WeightedDataset, weighted_roles, weights_of_roles, weights_of_sources
+from megalite.data.mixed import MixedSamples
 from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
-from megalite.data.sources import MOST_SOURCES, SourceTokens
+from megalite.data.sources import Sources, SourceTokens
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
+from megalite.entry_points import entry_point
 from megalite.errors import DataError, MegaliteError
 
 PROBES = 16
@@ -32,7 +36,7 @@ PROBES = 16
 _OF_GPT2 = 50_257
 _NO_TOKENIZER = 1000
 """Vocabulary in place of that of a tokenizer whose files are not here."""
-NOT_OF_THE_SAMPLES = ("data_cache_path", "num_workers", "mmap_bin_files", "fast_encoding")
+NOT_OF_THE_SAMPLES = ("data_cache_path", "num_workers", "mmap_bin_files", "fast_encoding", "loss_weights")
 """Fields of `DataConfig` that change neither the samples nor their order."""
 
 
@@ -49,8 +53,18 @@ class RunData:
     """Check of the token files in the background, while the run starts and trains."""
     routing: RoutingRecords | None = None
     """Records of routing that training replays."""
-    sources: SourceTokens | None = None
-    """Counts the tokens of training by source, if there are several."""
+    sources: Sources | None = None
+    """Sources of the samples of training, if there are several."""
+    valid_sources: Sources | None = None
+    test_sources: Sources | None = None
+    valid_sets: Mapping[str, Dataset[SampleFields]] = field(default_factory=dict)
+    """Validation sets by name, in place of `valid`."""
+    mix: MixedSamples | None = None
+    """The samples that `train` has, if their mix may change."""
+
+    @property
+    def has_validation(self) -> bool:
+        return self.valid is not None or bool(self.valid_sets)
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -95,6 +109,14 @@ def last_iteration(
     return iteration + batch_size.steps(consumed_samples, config.training.train_samples or 0)
 
 
+def training_samples(config: RunConfig) -> int:
+    """Return the number of samples that a run of some length draws, which decides their order."""
+    if config.training.train_samples is not None:
+        return config.training.train_samples
+    sizes = global_batch_size(config)
+    return last_iteration(config, sizes) * sizes.final
+
+
 def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[tuple[int, int]]:
     """Return the numbers of some consumed samples, evenly spaced, each with a CRC-32 of its tokens."""
     numbers = sorted({consumed_samples * part // PROBES for part in range(PROBES)} if consumed_samples else ())
@@ -120,16 +142,18 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
     """
     training, tokenizer = config.training, open_tokenizer(config)
     sizes = global_batch_size(config)
-    batch_size, iterations = sizes.final, last_iteration(config, sizes)
     samples = target_samples(
-        train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
-        train_iters=iterations,
-        global_batch_size=training.evaluation_batch_size or batch_size,
+        train_samples=training_samples(config),
+        train_iters=last_iteration(config, sizes),
+        global_batch_size=training.evaluation_batch_size or sizes.final,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
+        full_validation=training.full_validation,
+        set_names=training.validation_set_names if training.multiple_validation_sets else None,
     )
     verification = Verification(reads=local_rank == 0)
-    (train, valid, test, notes), taken = _open_datasets(config, tokenizer, samples, verification)
+    opened, taken = open_datasets(config, tokenizer, samples, verification)
+    train = opened.train
     if train is None:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
@@ -142,10 +166,29 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         for sample in _outermost_samples(config):
             routing.require(sample)
     verification.begin()
-    sources = None
-    if isinstance(taken, BlendedDataset) and len(taken.prefixes) <= MOST_SOURCES:
-        sources = SourceTokens(taken.dataset_index, taken.prefixes, config.data.seq_length)
-    return RunData(tokenizer, train, valid, test, notes, verification, routing, sources)
+    of_train: Sources | None
+    of_train, of_valid, of_test = (_sources(each, config.data.seq_length) for each in taken)
+    mix = cast(MixedSamples, taken[0]) if config.data.data_mix_schedule is not None else None
+    if mix is not None:
+        of_train = mix
+        if config.data.phase_transition_iterations is not None:
+            mix.require_phases(config.data.phase_transition_iterations, sizes.final)
+        if not (config.checkpoint.may_continue or config.checkpoint.resume == "auto"):
+            mix.notes(samples.train)  # an error is raised now, not after the ranks have met
+    return RunData(
+        tokenizer,
+        _weighted(train, config.data, of_train),
+        opened.valid,
+        opened.test,
+        opened.notes,
+        verification,
+        routing,
+        of_train,
+        of_valid,
+        of_test,
+        valid_sets=opened.valid_sets,
+        mix=mix,
+    )
 
 
 def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
@@ -164,7 +207,7 @@ def _outermost_samples(config: RunConfig) -> tuple[int, ...]:
     # If sizes change, or the last samples do not fill a step, the last step may begin at any of the largest's samples.
     in_steps = last_iteration(config, batch_size) * batch_size.final
     last = in_steps - 1 if given is None else max(given - max(batch_size.sizes), 0)
-    return (last,) if config.checkpoint.load is not None else (0, last)
+    return (last,) if config.checkpoint.may_continue else (0, last)
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -185,22 +228,52 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     return build_tokenizer(config.data, None if grows else config.model.vocab_size)
 
 
-def _open_datasets(
+def open_datasets(
     config: RunConfig, tokenizer: Tokenizer, samples: Samples, verification: Verification
-) -> tuple[Datasets[SampleFields], object]:
-    """Return the datasets, and that from which the training data take their samples."""
+) -> tuple[Datasets[SampleFields], Sequence[object]]:
+    """Return the datasets, and those from which training, validation and test take their samples."""
     data, seed = config.data, config.training.seed
+    if data.data_mix_schedule is not None:
+        mix: MixedSamples = entry_point("scheduled_mix")(data, seed, tokenizer, verification)
+        of_others = build_token_datasets(data, samples._replace(train=0), seed, tokenizer, verification)
+        mixed = of_others._replace(train=mix)
+        return _with_fields(data, seed, tokenizer, mixed), mixed[:3]
+    if data.preference_data:
+        pairs: Datasets[SampleFields] = entry_point("preference_datasets")(
+            data, samples, seed, tokenizer, chat_template(data)
+        )
+        return pairs, (None, None, None)
     if data.sft and not data.mock_data:
-        conversations = build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
-        return conversations, conversations.train
+        roles = weighted_roles(loss_weights(data.loss_weights))
+        conversations = build_sft_datasets(data, samples, seed, tokenizer, chat_template(data), roles)
+        return conversations, conversations[:3]
     if data.mock_data:
         tokens = build_mock_datasets(data, samples, seed, tokenizer)
     else:
         tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
-    return _with_fields(data, seed, tokenizer, tokens), tokens.train
+    return _with_fields(data, seed, tokenizer, tokens), tokens[:3]
 
 
-def _chat_template(data: DataConfig) -> ChatTemplate | None:
+def _weighted(train: Dataset[SampleFields], data: DataConfig, sources: Sources | None) -> Dataset[SampleFields]:
+    """Return the training data with weights of tokens, if there are any.
+
+    Raises ConfigurationError if a name is not of a source.
+    """
+    if not (given := loss_weights(data.loss_weights)):
+        return train
+    if data.sft:
+        return WeightedDataset(train, weights_of_roles(given))
+    return WeightedDataset(train, weights_of_sources(given, sources), sources)
+
+
+def _sources(taken: object, tokens_per_sample: int) -> SourceTokens | None:
+    """Return the sources of a dataset's samples, if it is a blend."""
+    if not isinstance(taken, BlendedDataset):
+        return None
+    return SourceTokens(taken.dataset_index, taken.prefixes, tokens_per_sample)
+
+
+def chat_template(data: DataConfig) -> ChatTemplate | None:
     """Return the chat template from the flags, or the tokenizer's own.
 
     Only a Hugging Face tokenizer has its own template, and reads special tokens in one.
@@ -217,9 +290,7 @@ def _with_fields(
     """Return the datasets with labels, positions and masks, with middles of texts cut out if asked for."""
     rules = _fill_in_the_middle(data, tokenizer) if data.fim_data else None
 
-    def with_fields(tokens: Dataset[np.ndarray] | None) -> FieldsDataset | None:
-        if tokens is None:
-            return None
+    def with_fields(tokens: Dataset[np.ndarray]) -> FieldsDataset:
         if rules is not None:
             tokens = FillInTheMiddleDataset(tokens, tokenizer, rules, seed)
         return FieldsDataset(
@@ -231,8 +302,9 @@ def _with_fields(
             None if rules is None else rules.pad,
         )
 
-    train, valid, test = map(with_fields, (datasets.train, datasets.valid, datasets.test))
-    return Datasets(train, valid, test, datasets.notes)
+    train, valid, test = (None if each is None else with_fields(each) for each in datasets[:3])
+    valid_sets = {name: with_fields(each) for name, each in datasets.valid_sets.items()}
+    return Datasets(train, valid, test, datasets.notes, valid_sets)
 
 
 def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
@@ -22,19 +22,27 @@ from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
 from megalite.storage import AnyPath
+from megalite.training.branch import PARENTS
 from megalite.training.data import NOT_OF_THE_SAMPLES
 from megalite.training.metrics import Recorded
+
+if TYPE_CHECKING:
+    from megalite.training.ledger import Decision
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
     "data": " ".join(NOT_OF_THE_SAMPLES),
     "training": """micro_batch_size eval_global_batch_size empty_unused_memory_level eval_iters eval_interval
+        full_validation multiple_validation_sets validation_set_names
         exit_interval exit_duration_in_mins deterministic_mode recompute_granularity
         recompute_modules recompute_method recompute_num_layers mlp_chunks_for_training manual_gc manual_gc_interval
         manual_gc_eval moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
     "synchronization": "all_reduce_algorithm",
     "alarms": "",
+    "adapters": "",
+    "preferences": "reference_log_probabilities",
+    "distillation": "distill_from",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy
@@ -44,7 +52,10 @@ _OF_THAT_RUN = "about that run alone: a new run has its own flags"
 _OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
 _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
-_SECTIONS_OF_STATE = "alarm_history", "data_parallel_shares", "left_out_samples", "unfinished_step"
+_SECTIONS_OF_STATE = (
+    *("alarm_history", "base", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
+    *(PARENTS, "merged"),
+)
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8
 
@@ -56,6 +67,8 @@ class Loaded:
     notes: tuple[str, ...] = ()
     records: Recorded | None = None
     """Records that `metrics.jsonl` must contain when the run resumes; None if there is nothing to check."""
+    decisions: Sequence[Decision] = ()
+    """Lines for the ledger of a run that has just begun with the checkpoint."""
 
 
 def expected_records(config: TaskConfig, described: Manifest, *, has_validation: bool) -> Recorded:
@@ -66,7 +79,7 @@ def expected_records(config: TaskConfig, described: Manifest, *, has_validation:
     as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
     return Recorded(
         state.iteration,
-        from_first=settings.load is None or settings.loads_where_it_saves,
+        from_first=PARENTS not in described.config and (settings.load is None or settings.loads_where_it_saves),
         evaluated=due and as_before and not state.evaluation_left,
     )
 
@@ -102,9 +115,17 @@ def load_notes(
 
 
 def rate_change(
-    path: AnyPath, saved: Mapping[str, Any], here: LearningRateSchedule, consumed_samples: int, hidden_size: int
+    path: AnyPath,
+    saved: Mapping[str, Any],
+    here: LearningRateSchedule,
+    consumed_samples: int,
+    saved_samples: int,
+    hidden_size: int,
 ) -> tuple[str, ...]:
-    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`."""
+    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`.
+
+    `consumed_samples` counts samples of this run, `saved_samples` those of that one, which may have another length.
+    """
     with suppress(CheckpointError):  # the rest of the checkpoint is good without these sections
         training = saved_section(path, saved, TrainingConfig)
         optimizer, batch_size = saved_section(path, saved, OptimizerConfig), training.global_batch_size
@@ -112,8 +133,8 @@ def rate_change(
             return ()
         rates = rate_schedules(optimizer, training, hidden_size=hidden_size, global_batch_size=batch_size)
         there, rate = rates.learning_rate, here.at(consumed_samples)
-        if not math.isclose(there.at(consumed_samples), rate, rel_tol=0.01):
-            last = there.at(max(consumed_samples - batch_size, 0))
+        if not math.isclose(there.at(saved_samples), rate, rel_tol=0.01):
+            last = there.at(max(saved_samples - batch_size, 0))
             return (f"note: learning rate {last:.3g} -> {rate:.3g}: the schedule differs from that of the last step",)
     return ()
 
@@ -179,6 +200,8 @@ def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
                 fate = KeyFate(name, "refused" if section == "model" else "noted", _UNKNOWN)
             elif section == "model" and name not in NOT_THE_FUNCTION:
                 fate = KeyFate(name, "used", "the network, which a run must have too; --use-checkpoint-args takes it")
+            elif section == "adapters" and name != "lora_dropout":
+                fate = KeyFate(name, "used", "what is trained, which a run that continues must have too")
             elif name in of_tokenizer:
                 fate = KeyFate(name, "used", "the tokenizer of generation, evaluation and --use-checkpoint-args")
             elif name in compared:

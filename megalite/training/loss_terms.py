@@ -43,7 +43,7 @@ def declared_terms(chunks: Iterable[StageModule]) -> tuple[LossTerm, ...]:
 
 def check_names(terms: Iterable[LossTerm]) -> None:
     """Raise MegaliteError if a term of the loss has no name of its own in the records."""
-    names = [term.name for term in terms]
+    names = [name for term in terms for name in term.names]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise MegaliteError(f"several terms of the loss are called {twice[0]}: give each a name of its own")
     if taken := [name for name in names if is_figure(name)]:
@@ -71,18 +71,23 @@ def no_count(micro_batch: object) -> torch.Tensor:
 
 
 def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
-    """Return the sum of each term's counts over the ranks. A term that is missing in `own` counts as 0."""
-    return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
+    """Return the sum of each term's counts over the ranks, by the names under which it is recorded.
+
+    A term that is missing in `own` counts as 0. A part that has counted nothing is left out.
+    """
+    counts = _totals({term: term.count_axes for term in terms}, own, mesh, over_stages=False)
+    parts = {part for term in terms for part in term.parts}
+    return {name: count for name, count in counts.items() if count or name not in parts}
 
 
 def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
-    """Return the sum of each term over the ranks, including the stages of the pipeline.
+    """Return the sum of each term over the ranks, including the stages, by the names under which it is recorded.
 
     A rank may lack a term. Raises MegaliteError if no rank has a sum of it, unless the others have no processes.
     """
     # A missing sum is -0.0, and `+ 0.0` turns a present -0.0 into 0.0. A total is then -0.0 only if all ranks lack it.
     sums = _totals(
-        {term.name: term.axes for term in terms},
+        {term: term.axes for term in terms},
         {term.name: own[term.name] + 0.0 if term.name in own else _MISSING for term in terms},
         mesh,
         over_stages=True,
@@ -97,17 +102,18 @@ def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> 
 
 
 def _totals(
-    axes_of: Mapping[str, tuple[str, ...]], own: TermSums, mesh: ParallelMesh, *, over_stages: bool
+    axes_of: Mapping[LossTerm, tuple[str, ...]], own: TermSums, mesh: ParallelMesh, *, over_stages: bool
 ) -> dict[str, float]:
-    """Sum over the ranks, in fp64, with one all-reduce for all names that have the same axes."""
+    """Sum over the ranks, in fp64, with one all-reduce for all terms that have the same axes."""
     zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for axes in dict.fromkeys(axes_of.values()):
-        names = [name for name, spread in axes_of.items() if spread == axes]
-        totals = torch.stack([own.get(name, zero).to(mesh.device) for name in names])
+        terms = [term for term, spread in axes_of.items() if spread == axes]
+        values = [own.get(term.name, zero).to(mesh.device).reshape(-1).expand(len(term.names)) for term in terms]
+        totals = torch.cat(values)
         totals = collectives.all_reduce_(totals, mesh.group(*axes))
         if over_stages:
             totals = collectives.all_reduce_(totals, mesh.group("pp"))
-        found.update(zip(names, totals.tolist(), strict=True))
+        found.update(zip((name for term in terms for name in term.names), totals.tolist(), strict=True))
     return found
 
 
@@ -133,10 +139,11 @@ class EmptyTerms:
 
 
 def loss_multipliers(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
-    """Return the multiplier of each term's sum in backward; 0 for a term whose count is 0."""
-    return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+    """Return the multiplier of each term's sum in backward; 0 for a term whose count is 0, or that has parts."""
+    scale = {term.name: loss_scale * term.weight for term in terms}
+    return {name: scaled / counts[name] if counts.get(name) else 0.0 for name, scaled in scale.items()}
 
 
 def means(sums: Totals, counts: Totals) -> Totals:
-    """Return the unweighted mean of each term; 0 for a term whose count is 0."""
-    return {name: total / counts[name] if counts[name] else 0.0 for name, total in sums.items()}
+    """Return the unweighted mean of each term; 0 for a term whose count is 0, and none for one that has no count."""
+    return {name: total / counts[name] if counts[name] else 0.0 for name, total in sums.items() if name in counts}

@@ -12,15 +12,15 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates, Manifest
-from megalite.checkpoint.compatibility import model_config
+from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
-from megalite.conversion.huggingface import open_huggingface
-from megalite.conversion.native import open_megalite
+from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import has_file
@@ -52,13 +52,16 @@ class ResumePoint:
     """True: each rank loads a checkpoint of its own, of what it holds."""
     holders: Mapping[str, int] | None = None
     """Rank that can read each file of the checkpoint, if others cannot."""
+    branches: bool = False
+    """True: the run is a branch of that of the checkpoint, and begins with it."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
-    """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load.
+    """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load, or the one
+    of --branch-from.
 
     Raises:
-        ConfigurationError: --save has checkpoints of another run, or --load has none.
+        ConfigurationError: --save has checkpoints of another run, or --load has none, or not that of --branch-from.
         CheckpointError: a directory cannot be read, or ranks see different files in it.
     """
 
@@ -68,8 +71,17 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     present = found(settings.save)
     if settings.resume == "auto" and present.paths:
         return ResumePoint(present)
-    if settings.ckpt_step is not None and settings.load is not None:
-        loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
+    if (branch := settings.branch) is not None:
+        if branch.step is not None:
+            loaded = checkpoint.find_iteration(
+                open_directory(branch.run), branch.step, mesh, f"--branch-from {settings.branch_from}"
+            )
+        elif not (loaded := Candidates(found(branch.run).paths[:1])).paths:
+            raise ConfigurationError(no_checkpoint(branch.run, "--branch-from"))
+    elif settings.ckpt_step is not None and settings.load is not None:
+        loaded = checkpoint.find_iteration(
+            open_directory(settings.load), settings.ckpt_step, mesh, f"--ckpt-step {settings.ckpt_step}"
+        )
     else:
         loaded = found(settings.load)
     model = Path(settings.load) if settings.load is not None and settings.loads_huggingface else None
@@ -89,14 +101,13 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} has no checkpoint")
-    return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
+    optimizer = settings.load_optim and not settings.finetune
+    return ResumePoint(loaded, not settings.finetune, optimizer, model, branches=branch is not None)
 
 
 def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:
     """Open the `model` of a `ResumePoint`. Raises CheckpointError. `compare`: as for `open_huggingface`."""
-    if has_file(path / "manifest.json"):
-        return open_megalite(path, torch.float32)
-    return open_huggingface(Path(str(path)), compare=compare)
+    return open_folder(path, torch.float32, compare=compare)
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -135,13 +146,18 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         tokenizer = {} if tokenizer_type else opened.data
-        return {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
+        found: Sections = {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
+        if opened.adapters is not None:
+            found["adapters"] = asdict(opened.adapters.config)
+        return found
     if not paths:
         if settings.use_checkpoint_args:
             raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
         return {}
     keeps_schedules = settings.use_checkpoint_opt_param_scheduler and resume_point.position
-    _, (saved, data, schedules), _ = checkpoint.newest_whole(paths, partial(_saved_sections, schedules=keeps_schedules))
+    _, (saved, data, schedules, adapters), _ = checkpoint.newest_whole(
+        paths, partial(_saved_sections, schedules=keeps_schedules)
+    )
     # A run that began with a Hugging Face folder has no flags for its network, and continues with the checkpoint's.
     if not (settings.use_checkpoint_args or settings.loads_huggingface):
         return {"optimizer": schedules}
@@ -149,13 +165,14 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
     kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "eos_token_ids")}
-    return {"model": model, "data": kept, "optimizer": schedules}
+    return {"model": model, "data": kept, "optimizer": schedules, "adapters": asdict(adapters)}
 
 
-def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any]]:
+def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any], AdaptersConfig]:
     config = checkpoint.read_config(path)
     found = _schedules(path, config) if schedules else {}
-    return model_config(path, config), checkpoint.saved_section(path, config, DataConfig), found
+    data, adapters = saved_section(path, config, DataConfig), saved_section(path, config, AdaptersConfig)
+    return model_config(path, config), data, found, adapters
 
 
 def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: TaskConfig) -> None:

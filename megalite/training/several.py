@@ -146,7 +146,7 @@ class SeveralTrainer(Trainer):
                 if saved["loss_scale"] is not None and self.loss_scale.window is not None:
                     self._scales[name] = self._scales[name].restored(saved["loss_scale"])
 
-    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any], samples: int) -> tuple[str, ...]:
         theirs = saved.get("optimizers", {})
         return tuple(
             line

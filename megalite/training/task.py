@@ -12,8 +12,9 @@ from megalite.checkpoint import Manifest
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal, GlobalBatchSize, Shares
-from megalite.data.sources import SourceTokens
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Deal, GlobalBatchSize, Ranges, Shares
+from megalite.data.sources import Sources
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
@@ -23,9 +24,11 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import StageModule
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
+from megalite.training.resume import ResumePoint
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
@@ -38,6 +41,8 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
 
     length: int | None
     """Number of samples; None: it has as many as are asked for."""
+    terms: Sequence[LossTerm]
+    """Terms that an evaluation of these data computes in addition to those of the task."""
 
     def micro_batches(self, consumed_samples: int, deal: Deal) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
@@ -52,6 +57,7 @@ class Summarized(Protocol):
     directory: AnyPath | None
     chunks: Sequence[StageModule]
     optimizer: Optimizer
+    engine: PipelineEngine[Any]
     schedules: ProvedSchedules
     shares: Shares
     iterations: int
@@ -74,7 +80,9 @@ class Task(ABC):
         hidden_size: width of the network, for the learning rate noam.
         has_validation: True if the task has data for evaluations between steps.
         has_test: True if it has data for an evaluation after the last step.
+        full_validation: an evaluation between steps reads all samples of its data, which have an end.
         tokens_per_sample: None if samples do not consist of tokens.
+        has_perplexity: the loss of tokens is a mean over them.
         optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
             name of its own.
         factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
@@ -83,7 +91,8 @@ class Task(ABC):
         has_empty_slots: micro-batches can be empty: all their tokens are padding, which counts nowhere.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
-        sources: counts the tokens of training by source; None: they have one source, or none is told.
+        saves_frozen: False if frozen weights are those of a base, which checkpoints name instead of saving it.
+        sources: sources of the samples of training; None: they have one, or none is told.
         counted_memory: bytes that this rank keeps on its device, as `summary` has counted them; None before.
     """
 
@@ -94,13 +103,16 @@ class Task(ABC):
     hidden_size: int = 1
     has_validation: bool = False
     has_test: bool = False
+    full_validation: bool = False
     tokens_per_sample: int | None = None
+    has_perplexity: bool = True
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
     factors: Mapping[str, Factor] = MappingProxyType({})
     offloading: ActivationOffload | None = None
     allow_unused: bool | None = None
     has_empty_slots: bool = False
-    sources: SourceTokens | None = None
+    saves_frozen: bool = True
+    sources: Sources | None = None
     counted_memory: int | None = None
 
     # ------------------------------------------------------------------------------------------------ the network
@@ -120,6 +132,10 @@ class Task(ABC):
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise MegaliteError if the buckets of the optimizer do not fit the network. Called by all ranks together."""
+        return
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        """Make what the task runs beside the network, with the parts of its trainer. Called by all ranks together."""
         return
 
     def forward_state(self) -> ForwardState | None:
@@ -155,7 +171,15 @@ class Task(ABC):
 
     @abstractmethod
     def evaluation_loader(self, *, test: bool) -> Loader[Any]:
-        """Return a loader of the validation data or of the test data."""
+        """Return a loader of the validation data or of the test data, if they are one set."""
+
+    def evaluation_loaders(self, *, test: bool) -> Mapping[str, Loader[Any]]:
+        """Return loaders of the sets of the validation data or of the test data, by name; a single one has no name."""
+        return {"": self.evaluation_loader(test=test)}
+
+    def begin(self, trainer: Summarized) -> None:
+        """Prepare what steps need beside the network, once it has its values. Called by all ranks together."""
+        return
 
     def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:
         """Return the micro-batches of the step that begins. Called by all ranks together."""
@@ -175,6 +199,14 @@ class Task(ABC):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
+    def start(self, found: ResumePoint) -> ResumePoint:
+        """Return where the run starts, if `found` is what the flags name. Raises CheckpointError."""
+        return found
+
+    def open_base(self, path: AnyPath, described: Manifest) -> OpenedModel | None:
+        """Open the weights that the checkpoint at `path` names instead of having them; None if it names none."""
+        return None
+
     @abstractmethod
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         """Return the configuration of the run, by section, for checkpoints."""
@@ -183,9 +215,32 @@ class Task(ABC):
         """Return what a checkpoint keeps of the consumed samples, as JSON. Called on rank 0."""
         return None
 
-    def order_notes(self, remembered: Any) -> tuple[str, ...]:
-        """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0."""
+    def order_notes(self, path: AnyPath, saved: Mapping[str, Any], position: int, remembered: Any) -> tuple[str, ...]:
+        """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0.
+
+        Args:
+            path: the checkpoint.
+            saved: its configuration.
+            position: number of samples that its run had passed.
+            remembered: what `remember` has returned there.
+        """
         return ()
+
+    def resume_data(
+        self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
+    ) -> Resumed:
+        """Continue with the data behind those of a checkpoint.
+
+        Args:
+            path: the checkpoint, for messages.
+            saved: its configuration.
+            consumed_samples: samples that its run had consumed.
+            left_out: samples that the run passes over.
+            iteration: number of its steps.
+
+        Raises MegaliteError, the same on every rank, if the run cannot go on with its data.
+        """
+        return Resumed(consumed_samples)
 
     def loaded(self) -> None:
         """Take over the state that a checkpoint has set."""

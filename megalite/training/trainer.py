@@ -16,11 +16,13 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
+from megalite.checkpoint.fingerprint import BASE, fingerprint
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.data.sampler import Deal, Ranges
+from megalite.data.mixed import Resumed
+from megalite.data.sampler import Deal, Ranges, sample_at
 from megalite.entry_points import entry_point
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
@@ -34,6 +36,7 @@ from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
+from megalite.training.branch import Parent, branch_decision, data_decision, parents_of, saved_parents
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
@@ -65,6 +68,7 @@ class Trainer:
 
     Attributes:
         left_out: samples that the run passes over, which are not consumed.
+        parents: the checkpoints of other runs with which this one, and those that it is a branch of, began.
         decisions: those of the last step that depart from the plain rule, for the ledger; of all ranks, on rank 0.
     """
 
@@ -110,6 +114,7 @@ class Trainer:
         if task.offloading is not None:
             for number in micro_batches:
                 proved(self.schedules.training(number), task.offloading.layers, task.offloading.ends)
+        task.connect(self.engine, self.optimizer, self.schedules)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
@@ -120,15 +125,26 @@ class Trainer:
         self.iterations = last_iteration(config, task.batch_size)
         self.iteration = self.consumed_samples = self.skips_in_a_row = 0
         self.left_out: Ranges = ()
+        self.parents: tuple[Parent, ...] = ()
         self.evaluation_left = False
         self.loaded = Loaded()
+        self._base: dict[str, Any] = {}
         self.loss_scale = builder.make_loss_scale(config)
         self._skipped: Gradients | None = None  # of the last step, if its NaN or infinity is to be located
         self._time_line: Recording | None = None
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         chunks_at = partial(task.make_chunks, stages=stages)
-        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer, task.optimizers)
+        self.plan = builder.make_plan(
+            config,
+            chunks_at,
+            mesh,
+            stages,
+            synchronization,
+            self.optimizer,
+            task.optimizers,
+            saves_frozen=task.saves_frozen,
+        )
         self.checkpoints: Checkpoints | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
@@ -362,9 +378,11 @@ class Trainer:
         config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
         if self.alarms is not None:
             config |= self.alarms.saved()
+        if not self.task.saves_frozen:
+            config |= self._base_for_checkpoint()
         if self.left_out:
             config[LEFT_OUT] = {"ranges": self.left_out}
-        return self._training_state(), {**config, **self.shares.saved()}
+        return self._training_state(), {**config, **saved_parents(self.parents), **self.shares.saved()}
 
     def _training_state(self) -> TrainingState:
         """Return the progress of the run for a checkpoint."""
@@ -403,13 +421,19 @@ class Trainer:
             if resume_point.optimizer:
                 check_optimizers(path, described, self.task.optimizers)
                 self.task.check_trained(path, described)
+            copied = resume_point.alone or resume_point.holders is not None  # with the frozen weights
+            base = None if copied else self.task.open_base(path, described)
+        if base is not None:
+            self.load_model(base)
+        if not self.task.saves_frozen:
+            self._know_base(path, described)
         state = checkpoint.load(
             path,
             self.network,
             self.optimizer,
             self.mesh,
             described=described,
-            plan=None if resume_point.alone or resume_point.holders else self.plan,
+            plan=None if copied else self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
@@ -417,10 +441,15 @@ class Trainer:
             holders=resume_point.holders,
         )
         self.task.loaded()
-        notes = load_notes(
-            described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
-        ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        notes = (
+            self.loaded.notes
+            + load_notes(
+                described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
+            )
+            + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        )
         records = None
+        decisions: Sequence[Decision] = ()
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
@@ -430,23 +459,43 @@ class Trainer:
                 self.prove_steps()
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.left_out = left_out_of(path, described.config)
+            resumed = self._resume_data(path, described.config)
+            notes += resumed.notes
+            self.parents = parents_of(path, described.config)
+            if resume_point.branches:
+                self.parents = (Parent.of(path, state), *self.parents)
+                decisions = (branch_decision(self.parents),)
+            if resumed.why is not None:
+                decisions = (*decisions, data_decision(self.consumed_samples, resumed.why))
             if self.alarms is not None:
                 self.alarms.restore(described.config)
-            notes += self._optimizer_notes(path, described.config)
+            notes += self._optimizer_notes(path, described.config, state.consumed_samples)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             if path.parent == self.directory:
                 records = expected_records(self.config, described, has_validation=self.task.has_validation)
             if self.mesh.rank == 0:
-                notes += self.task.order_notes(state.seen_samples or ())
-        self.loaded = Loaded(notes, records)
+                position = sample_at(self.consumed_samples - 1, self.left_out) + 1
+                notes += self.task.order_notes(path, described.config, position, state.seen_samples or ())
+        self.loaded = Loaded(notes, records, decisions)
 
-    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""
+    def _resume_data(self, path: AnyPath, saved: Mapping[str, Any]) -> Resumed:
+        """Continue with the data behind those of a checkpoint, and take the numbers that its samples have here."""
+        with raise_on_all_ranks(self.mesh, f"going on with the data of {path}"):
+            resumed = self.task.resume_data(path, saved, self.consumed_samples, self.left_out, self.iteration)
+        if resumed.consumed_samples != self.consumed_samples:  # those that were left out have passed
+            self.consumed_samples, self.left_out = resumed.consumed_samples, ()
+        return resumed
+
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any], samples: int) -> tuple[str, ...]:
+        """Return notes on what the optimizer continues with otherwise.
+
+        `saved` and `samples` are the configuration of `path`, and the number of samples that it has consumed.
+        """
         if ONLY in saved.get(FACTORS, {}):  # the run that saved it had a rate that its configuration does not say
             return ()
         here, width = self.rates.learning_rate, self.task.hidden_size
-        return rate_change(path, saved, here, self.consumed_samples, width)
+        return rate_change(path, saved, here, self.consumed_samples, samples, width)
 
     def load_model(self, opened: OpenedModel) -> None:
         """Start from the weights of a model that another program has written.
@@ -457,6 +506,23 @@ class Trainer:
             fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
         self.loaded = Loaded((*opened.notes, *rounding_notes(opened, builder.model_dtype(self.config))))
+        self._base = {"path": opened.path}
+
+    def _know_base(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if the frozen weights are not those of the run that saved a checkpoint."""
+        theirs, ours = described.config.get(BASE, {}), fingerprint(self.optimizer, self.mesh)
+        if theirs.get("fingerprint") != ours:
+            raise CheckpointError(
+                f"{path} has adapters of other weights than {self._base.get('path') or 'the seed'} gives now in this "
+                "precision: give the precision and the base of its run"
+            )
+        self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
+
+    def _base_for_checkpoint(self) -> dict[str, Any]:
+        """Return what a checkpoint says of frozen weights that it does not have. Called by all ranks together."""
+        if "fingerprint" not in self._base:
+            self._base = {**self._base, "fingerprint": fingerprint(self.optimizer, self.mesh)}
+        return {BASE: self._base}
 
     # ------------------------------------------------------------------------------------------------ metrics
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.model import ModelConfig
 from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -19,6 +20,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
+from tests.adapters_oracle import Adapters
 from tests.experts_oracle import SEPARATE_SCORES, Experts
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
@@ -64,6 +66,19 @@ INDEXING = {
     "from the second on": Indexing(3, 4, 5, every=3, offset=2, sparse_loss=True),
 }
 """Options of sparse attention; rotated are at most 4 channels."""
+ADAPTERS = {
+    "lora": AdaptersConfig(lora_rank=3, lora_alpha=6.0),
+    "some": AdaptersConfig(lora_rank=2, lora_alpha=3.0, lora_target_modules=("q_proj", "value", "layers.[13].mlp.up")),
+    "rslora": AdaptersConfig(lora_rank=4, lora_alpha=1.0, use_rslora=True),
+    "dora": AdaptersConfig(lora_rank=2, use_dora=True),
+    "dropout": AdaptersConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.4),
+}
+ADAPTERS_OF_ORACLE = {
+    "lora": Adapters(3, 2.0),
+    "some": Adapters(2, 1.5, ("query", "value", "layers.1.mlp.up", "layers.3.mlp.up")),
+    "rslora": Adapters(4, 0.5),
+    "dora": Adapters(2, 1.0, dora=True),
+}
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
@@ -175,6 +190,7 @@ class Cell:
     depth_letters: str | None = None  # of each of them; None: a layer as the last one
     repeated: bool = False  # one set of weights for all depths
     detached: bool = False  # their losses train the depths alone
+    adapters: str | None = None  # which alone are trained
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -222,6 +238,7 @@ class Cell:
     compiled: str | None = None  # backend of torch.compile for the layers
     qk_clip: float | None = None  # threshold of the largest logit of a head
     logs_logits: bool = False  # without a clip
+    ema_decay: float | None = None
     eight_bits: bool = False  # moments in fp8, masters as remainders
     on_host: float = 0.0  # share of the elements whose optimizer state is there
     arrive_late: bool = False  # gradients and weights travel during backward and forward
@@ -604,6 +621,7 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         muon_extra_scale_factor=0.2,
         lars_coefficient=0.02,
         adafactor_eps=1e-12,
+        ema_decay=cell.ema_decay,
         use_precision_aware_optimizer=cell.narrow or cell.eight_bits,
         main_params_dtype="fp16" if cell.narrow else "fp32",
         exp_avg_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import (
+    ADAPTERS_OF_ORACLE,
     CLIP_ALPHA,
     Cell,
     batch,
@@ -54,6 +55,7 @@ class Result:
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
     states: Tensors
+    means: Tensors
     figures: dict[str, float]
 
 
@@ -109,6 +111,7 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
         skipped=first.skipped,
         sample_losses={sample: loss for rank in ranks for sample, loss in rank.sample_losses.items()},
         states=assemble(rank.states for rank in ranks),
+        means=assemble(rank.means for rank in ranks),
         figures=first.figures,
     )
 
@@ -146,6 +149,8 @@ class Expected:
     losses: list[float]
     gradient_norms: list[float]
     states: Tensors
+    means: Tensors
+    """Means of the weights after the last step, if the cell has them."""
     largest: list[dict[str, Array]]
     """Largest logits of each step, [heads] by the begin of the names of a layer's weights."""
 
@@ -155,14 +160,20 @@ class Expected:
 def expected(alone: Cell) -> Expected:
     """Return the oracle's training from the initial weights of every layout; `alone` is a `Cell.alone()`."""
     initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
+    adapters = ADAPTERS_OF_ORACLE.get(alone.adapters or "")
+    if adapters is not None:
+        initial |= adapters.initial(initial, SEED, alone.torch_dtype, noise=0.2)
     indexing = oracle(alone).indexing
     weights = {name: value.clone() for name, value in initial.items()}
     trained = {name: each for name, each in weights.items() if indexing is None or indexing.trains(name)}
+    trained = trained if adapters is None else {name: each for name, each in trained.items() if ".lora_" in name}
     for each in trained.values():
         each.requires_grad_()
     optimizers = torch_optimizers(alone, trained)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
+    decay = alone.ema_decay
+    means = {} if decay is None else {name: weight.detach().clone() for name, weight in trained.items()}
     largest: list[dict[str, Array]] = []
     wide = torch.promote_types(alone.torch_dtype, torch.float32)
     for step in alone.step_numbers:
@@ -174,12 +185,13 @@ def expected(alone: Cell) -> Expected:
         dropped = dropout(alone, step, SEED)
         largest.append({})
         model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
-        normed = model.normed(weights, *fields, dropped, routing)
-        logits = model.logits_of(weights, normed)
+        used = weights if adapters is None else adapters.merged(weights)
+        normed = model.normed(used, *fields, dropped, routing)
+        logits = model.logits_of(used, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)
         shared = (whole.positions, whole.document_ids, whole.loss_mask, dropped, routing)
-        further = depths(alone).losses(model, weights, normed, text, *shared, **loss_terms(alone))
+        further = depths(alone).losses(model, used, normed, text, *shared, **loss_terms(alone))
         loss = total / count.clamp(min=1.0) + sum(further)
         experts = oracle(alone).experts
         if experts is not None:
@@ -215,10 +227,11 @@ def expected(alone: Cell) -> Expected:
             optimizer.step()
         if alone.qk_clip is not None:
             clip(weights, largest[-1], alone.qk_clip, CLIP_ALPHA)
+        means = {name: mean * decay + trained[name].detach() * (1 - decay) for name, mean in means.items()}
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(initial, gradients, final, losses, norms, states, largest)
+    return Expected(initial, gradients, final, losses, norms, states, means, largest)
 
 
 def _even(record: Record) -> Tensor:
@@ -263,7 +276,7 @@ def group_of(name: str) -> str:
     """Return the group of parameters that the tensor of this name belongs to."""
     if name in ("embedding.word", "output"):
         return "token_tables"
-    return "vectors" if name.endswith(("bias", "sink", "A_log", ".D")) or "norm" in name else "weights"
+    return "vectors" if name.endswith(("bias", "magnitude", "sink", "A_log", ".D")) or "norm" in name else "weights"
 
 
 def norms_by_group(tensors: Tensors) -> dict[str, float]:
@@ -303,6 +316,7 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     assert set(result.states) == set(wanted.states)
     for name, values in wanted.states.items():
         assert_bits_equal(result.states[name], values, name)
+    assert set(result.means) == set(wanted.means)
     norm = wanted.gradient_norms[0]
     clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
     for group, expected in norms_by_group(wanted.gradients).items():
@@ -320,6 +334,8 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     for name in names:
         rate = rates(cell, 0).learning_rate
         assert_parameter_close(result.final[name], wanted.final[name], rate, f"{name} after {cell.steps} steps")
+        if name in wanted.means:
+            assert_parameter_close(result.means[name], wanted.means[name], rate, f"mean of {name}")
 
 
 def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
@@ -327,6 +343,6 @@ def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
     assert actual.losses == expected.losses, name
     assert actual.gradient_norms == expected.gradient_norms, name
     assert actual.figures == expected.figures, name
-    for kind in ("gradients", "final"):
+    for kind in ("gradients", "final", "means"):
         for tensor, value in getattr(expected, kind).items():
             assert_bits_equal(getattr(actual, kind)[tensor], value, f"{name}: {kind} of {tensor}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
+from megalite.checkpoint.plan import held_regions
 from megalite.config.parallel import STRATEGIES, ParallelConfig
 from megalite.config.validate_shares import ranks_together
 from megalite.data.loader import MicroBatchArrays, emptied
@@ -34,6 +35,7 @@ from megalite.optim.offloaded import HostState, declared_copies
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
+from megalite.parallel.adapter import add_adapters
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.largest_logits import largest_of_all
@@ -55,6 +57,7 @@ from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.kernels import compile_layers
 from megalite.training.unequal_shares import UnequalShares
 from tests.distributed.layout_cell import (
+    ADAPTERS,
     RECOMPUTE,
     Cell,
     Split,
@@ -105,6 +108,8 @@ class RankResult:
     """Loss sums of this rank's micro-batches in the first step, by their first sample."""
     states: list[Held]
     """States of the modules after the last step."""
+    means: list[Held]
+    """Means of the weights after the last step."""
     figures: dict[str, float]
     """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient; the
     largest logit of the last step if it is measured."""
@@ -155,8 +160,8 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     with unsharded_parameters(optimizer):
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
-    states = held_states(network, mesh)
-    return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, states, figures)
+    states, means, seen = held_states(network, mesh), held_means(optimizer), training.sample_losses
+    return RankResult(initial, gradients, final, losses, norms, skipped, seen, states, means, figures)
 
 
 class Training:
@@ -300,7 +305,7 @@ def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list
 def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
     """Return the stages of the cell's model on the mesh's rank, which need not be a rank of a process."""
     parts, stages, ranks = cell.parts(), cell.stages, mesh.ranks("pp")
-    return gpt.make_chunks(
+    chunks = gpt.make_chunks(
         model_config(cell),
         mesh,
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
@@ -311,6 +316,9 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         dtype=cell.torch_dtype,
         attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather", cell.chains),),
     )
+    for chunk in chunks if cell.adapters is not None else ():
+        add_adapters(chunk, ADAPTERS[cell.adapters])
+    return chunks
 
 
 def with_messages(stages: Stages, cell: Cell) -> Stages:
@@ -447,6 +455,18 @@ def held_states(network: nn.Module, mesh: ParallelMesh) -> list[Held]:
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
         sent = values if mesh.rank == mesh.ranks("dp", "cp")[0] else None
         pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
+    return pieces
+
+
+def held_means(optimizer: Optimizer) -> list[Held]:
+    """Return the boxes of the weights' means that this rank updates."""
+    pieces = []
+    for region in held_regions(nn.Module(), optimizer):
+        part = region.part
+        if part.name.startswith("optimizer/ema/"):
+            values = region.values.clone()
+            digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+            pieces.append(Held(part.name.removeprefix("optimizer/ema/"), part.shape, part.box, digest, values))
     return pieces
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import megalite
 from megalite.library.settings import Optimizer
+from megalite.parallel.parameter import Parameter
 
 VOCABULARY, SOURCE, TARGET, WIDTH, HEADS, GROUPS, INNER = 11, 12, 24, 8, 4, 2, 12
 EXPERTS, TOPK, BALANCE, Z = 4, 2, 0.03, 0.002
@@ -346,6 +347,39 @@ def with_frozen(stages: Stages) -> Stages:
     return [frozen(build) if number in (1, 4) else build for number, build in enumerate(stages)]
 
 
+def with_adapters(stages: Stages) -> Stages:
+    """Give adapters to all blocks with linear layers, and freeze the others."""
+
+    def adapted(number: int, build: Callable[[megalite.ParallelContext], nn.Module]) -> Any:
+        def build_adapted(context: megalite.ParallelContext) -> nn.Module:
+            block = build(context)
+            if isinstance(block, EmbedSource | EmbedTarget):
+                return block.requires_grad_(False)
+            for name, parameter in block.named_parameters():
+                if not isinstance(parameter, Parameter):  # frozen plain weights keep the values that they have
+                    parameter.data.copy_(initial(f"{number}.{name}", torch.Generator(), parameter.shape))
+            names = ["mix"] if isinstance(block, Head) else ["all-linear"]
+            return megalite.add_lora(block, ADAPTER_RANK, alpha=ADAPTER_ALPHA, target_modules=names)
+
+        return build_adapted
+
+    return [adapted(number, build) for number, build in enumerate(stages)]
+
+
+def merged(weights: Weights) -> dict[str, Tensor]:
+    """Return the weights of the plain model, with what adapters add."""
+    found = {name: each for name, each in weights.items() if ".lora_" not in name}
+    for name in [name.removesuffix(".lora_a") for name in weights if name.endswith(".lora_a")]:
+        weight = f"{name}.weight" if f"{name}.weight" in weights else name
+        a, b = weights[f"{name}.lora_a"].flatten(1), weights[f"{name}.lora_b"].flatten(0, -2)
+        update = ADAPTER_ALPHA / ADAPTER_RANK * b @ a
+        found[weight] = found[weight] + update.view_as(found[weight])
+    return found
+
+
+ADAPTER_RANK, ADAPTER_ALPHA = 3, 2.0
+
+
 def samples() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     made = []
@@ -367,12 +401,19 @@ def initial(name: str, _: torch.Generator, shape: Sequence[int]) -> Tensor:
 
 
 def trainer(
-    model: str, optimizer: str, layout: Mapping[str, Any], *, frozen: bool = False, **options: Any
+    model: str,
+    optimizer: str,
+    layout: Mapping[str, Any],
+    *,
+    frozen: bool = False,
+    adapted: bool = False,
+    **options: Any,
 ) -> megalite.Trainer:
     """Start a run of a model on this rank."""
     chosen = MODELS[model]
     cut = {"source": 1, "target": 1, "labels": 1, "pairs": 1}
     stages = with_frozen(chosen.stages()) if frozen else chosen.stages()
+    stages = with_adapters(stages) if adapted else stages
     options = {"stages": stages, "initial": initial, "sequence_dims": cut} | options
     return megalite.Trainer(
         loss=lambda losses, values: losses.sum(),
@@ -400,7 +441,9 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-def plainly(model: str, optimizer: str, shapes: Mapping[str, Sequence[int]], *, frozen: bool = False) -> Trained:
+def plainly(
+    model: str, optimizer: str, shapes: Mapping[str, Sequence[int]], *, frozen: bool = False, adapted: bool = False
+) -> Trained:
     """Train in one process with plain torch. `shapes`: the parameters by name."""
     chosen, options = MODELS[model], OPTIMIZERS[optimizer]
     generator = torch.Generator()
@@ -408,7 +451,7 @@ def plainly(model: str, optimizer: str, shapes: Mapping[str, Sequence[int]], *, 
         name: initial(name, generator, shape)
         .double()
         .reshape(tuple(shape))
-        .requires_grad_(not (frozen and is_frozen(name)))
+        .requires_grad_(".lora_" in name if adapted else not (frozen and is_frozen(name)))
         for name, shape in shapes.items()
     }
     matrices = {name for name in weights if "bias" not in name and "norm" not in name and "plain" not in name}
@@ -426,7 +469,10 @@ def plainly(model: str, optimizer: str, shapes: Mapping[str, Sequence[int]], *, 
     of_dataset = samples()
     for step in range(STEPS):
         these = of_dataset[step * BATCH : (step + 1) * BATCH]
-        terms = chosen.plain(weights, {name: torch.stack([each[name] for each in these]) for name in these[0]})
+        terms = chosen.plain(
+            merged(weights) if adapted else weights,
+            {name: torch.stack([each[name] for each in these]) for name in these[0]},
+        )
         update.zero_grad()
         torch.stack([chosen.weights.get(name, 1.0) * term for name, term in terms.items()]).sum().backward()
         clip = options.clip_grad or math.inf

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim import accumulator
@@ -17,6 +18,7 @@ from megalite.optim.buckets import DataParallel, make_buckets
 from megalite.optim.flat import free_storage
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
+from megalite.parallel.adapter import add_adapters
 from megalite.parallel.initialization import initialize, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -81,6 +83,26 @@ def kept(stage: int, overlap: bool, config: str, wanted: float) -> dict[str, flo
     }
 
 
+def kept_beside_frozen(stage: int, of_frozen: float, of_trained: float) -> tuple[float, float]:
+    """Return the bytes of all storages after a step of adapters in bf16, and those of the formula."""
+    gc.freeze()
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
+    cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
+    network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
+    add_adapters(network, AdaptersConfig(lora_rank=3))
+    initialize(network, seed=1)
+    options = DataParallel(torch.float32, stage)
+    optimizer = make_optimizer([network], mesh, CONFIGS["wide"], options, blocks=[network.blocks()])
+    micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
+    accumulate_gradients(optimizer, network, micro_batches)
+    optimizer.step(Rates(0.01, 0.01, 0.01))
+    optimizer.finish_parameter_gather()
+    frozen, trained = (sum(each.length for each in buckets) for buckets in (optimizer.frozen, optimizer.buckets))
+    del micro_batches
+    wanted = of_frozen * frozen + of_trained * trained
+    return settled_bytes(wanted * 1.005), wanted
+
+
 def settled_bytes(wanted: float) -> int:
     """Return the bytes of all these storages.
 
@@ -98,6 +120,17 @@ def live_storages() -> dict[int, int]:
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize(
+    ("stage", "of_frozen", "of_trained"), [pytest.param(0, 2, 18, marks=pytest.mark.wide), (1, 2, 12), (3, 1, 9)]
+)
+def test_frozen_weights_have_nothing_but_themselves(
+    stage: int, of_frozen: float, of_trained: float, rank_pools: RankPools
+) -> None:
+    """Adapters beside them have parameters, gradients and state as ever: 6 + 12 / 2 bytes a parameter under ZeRO 1."""
+    for found, wanted in rank_pools(2).run(kept_beside_frozen, stage, of_frozen, of_trained):
+        assert found <= 1.005 * wanted
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -31,17 +31,24 @@ FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-voc
 --train-iters 2 --lr 0.01 --optimizer-cpu-offload"""
 EIGHT = "--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --exp-avg-sq-dtype fp8"
 REMAINDERS = "--bf16 --use-precision-aware-optimizer --store-param-remainders --exp-avg-dtype bf16"
+MEAN = f"{REMAINDERS} --ema-decay 0.9"
 ZERO = {
     0: "",
     1: "--use-distributed-optimizer",
     2: "--data-parallel-sharding-strategy optim_grads",
     3: "--data-parallel-sharding-strategy optim_grads_params",
 }
-PER_ELEMENT = {"": (4, 4, 8), "--bf16": (2, 4, 12), REMAINDERS: (2, 4, 2 + 2 + 4), EIGHT: (2, 4, 4 + 2 + 2 * 4 / 256)}
-"""Bytes of a parameter, of its gradient, and of its state with the master."""
+PER_ELEMENT = {
+    "": (4, 4, 8),
+    "--bf16": (2, 4, 12),
+    REMAINDERS: (2, 4, 2 + 2 + 4),
+    MEAN: (2, 4, 2 + 2 + 4 + 4),
+    EIGHT: (2, 4, 4 + 2 + 2 * 4 / 256),
+}
+"""Bytes of a parameter, of its gradient, and of its state with the master and the mean."""
 CASES = [
     *((zero, precision, fraction) for zero in (0, 3) for precision in ("", "--bf16") for fraction in (0.0, 0.3, 1.0)),
-    *((zero, precision, 0.3) for zero in (1, 2) for precision in (REMAINDERS, EIGHT)),
+    *((zero, precision, 0.3) for zero in (1, 2) for precision in (MEAN, EIGHT)),
     *((zero, precision, 1.0) for zero in (1, 3) for precision in (REMAINDERS, EIGHT)),
 ]
 

@@ -47,6 +47,7 @@ QUICK = [
     Cell(3, "experts", "clipped", {"cp": 3}),
     Cell(4, "experts", "adamw", {**SPLIT, "cp": 2, "ep": 4, "zero": 1}, ONE_RANK_PER_EXPERT),
     Cell(4, "rotary", "clipped", {**SPLIT, "cp": 2}, {"cp_comm_type": ("p2p",)}),
+    Cell(4, "encoder-decoder", "adamw", {**SPLIT, "pp": 2, "zero": 1}, {"adapted": True}),
 ]
 REST = [
     Cell(1, "rotary", "clipped", {}),
@@ -54,6 +55,8 @@ REST = [
     Cell(2, "rotary", "clipped", {"cp": 2}, {"cp_comm_type": ("a2a",)}),
     Cell(3, "rotary", "clipped", {"cp": 3, "zero": 3}, {"cp_comm_type": ("p2p",)}),
     Cell(1, "encoder-decoder", "adamw", {}),
+    Cell(2, "encoder-decoder", "sgd", {"dp": 2, "zero": 3}, {"adapted": True}),
+    Cell(2, "rotary", "clipped", {"tp": 2}, {"adapted": True}),
     Cell(1, "experts", "adamw", {}),
     Cell(2, "encoder-decoder", "adamw", SPLIT, {"recompute": True}),
     Cell(4, "encoder-decoder", "adamw", {"tp": 2, "pp": 2, "stages_per_rank": 2, "zero": 1}),
@@ -83,14 +86,19 @@ REST = [
 ]
 
 
-def expected(model: str, optimizer: str, ranks: list[OfRank], *, frozen: bool = False) -> Trained:
+def expected(
+    model: str, optimizer: str, ranks: list[OfRank], *, frozen: bool = False, adapted: bool = False
+) -> Trained:
     parameters = assemble(rank.parameters for rank in ranks)
-    return _expected(model, optimizer, tuple((name, tuple(each.shape)) for name, each in parameters.items()), frozen)
+    shapes = tuple((name, tuple(each.shape)) for name, each in parameters.items())
+    return _expected(model, optimizer, shapes, frozen, adapted)
 
 
 @functools.cache
-def _expected(model: str, optimizer: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], frozen: bool) -> Trained:
-    return plainly(model, optimizer, dict(sorted(shapes)), frozen=frozen)
+def _expected(
+    model: str, optimizer: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], frozen: bool, adapted: bool
+) -> Trained:
+    return plainly(model, optimizer, dict(sorted(shapes)), frozen=frozen, adapted=adapted)
 
 
 def assert_parameters(ranks: list[OfRank], wanted: Trained) -> None:
@@ -103,7 +111,8 @@ def assert_parameters(ranks: list[OfRank], wanted: Trained) -> None:
 
 def check(rank_pools: RankPools, cell: Cell) -> None:
     ranks = rank_pools(cell.ranks).run(run, cell.model, cell.optimizer, cell.layout, **cell.options)
-    wanted = expected(cell.model, cell.optimizer, ranks, frozen=cell.options.get("frozen", False))
+    part = {name: cell.options.get(name, False) for name in ("frozen", "adapted")}
+    wanted = expected(cell.model, cell.optimizer, ranks, **part)
     for rank in ranks:
         for step, losses in enumerate(wanted.losses):
             assert rank.losses[step].keys() == losses.keys()

@@ -86,7 +86,7 @@ def alone(stages: Stages) -> tuple[dict[str, float], list[Tensor]]:
         passed: Mapping[str, Tensor] = {}
         total = torch.zeros((), dtype=torch.float64)
         for layer in layers:
-            passed, terms = layer(passed, x)
+            passed, terms, _ = layer(passed, x)
             for name, term in terms.items():
                 sums[name] += term.item()
                 total = total + FACTORS[name] * term

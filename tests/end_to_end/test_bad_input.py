@@ -147,7 +147,7 @@ def test_no_arguments_name_what_is_needed(refused: Refused) -> None:
 
 
 def test_no_data(refused: Refused) -> None:
-    assert "--data-path or --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
+    assert "--preference-data or --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
 
 
 @pytest.mark.parametrize(

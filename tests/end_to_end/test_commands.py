@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from megalite.commands.evaluate import Arguments as Evaluation
 from megalite.config.parse import parse_arguments
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.parallel.mesh import ParallelMesh
@@ -233,6 +236,76 @@ def test_large_batch(train: Callable[..., str], tmp_path: Path) -> None:
     assert "step 3/3" in out
     assert "2.000e-03" in out
     assert latest_iteration(tmp_path / "large-batch-lamb") == 3
+
+
+LONG = {"DATA": "short", "LONG_DATA": "long", "TOKENIZER_MODEL": "mine"}
+
+
+def long_context_commands(folder: Path, **environment: str) -> list[list[str]]:
+    """Return the commands that the recipe gives to torchrun, in its order; no evaluation leaves its file."""
+    (folder / "torchrun").write_text(f'#!/bin/sh\n(printf "%s\\n" "$@"; echo) >> {folder}/commands\n')
+    (folder / "torchrun").chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    environment = {**os.environ, **LONG, "PATH": path, "RUN": str(folder), **environment}
+    subprocess.run([ROOT / "examples/long_context.sh"], env=environment, check=True)
+    return [command.splitlines() for command in (folder / "commands").read_text().split("\n\n")[:-1]]
+
+
+def test_the_recipe_for_long_context_is_configured(tmp_path: Path) -> None:
+    """Each step has the same tokens, and what a phase needs: YaRN by the lengths, ranks for a sample, its sources."""
+    (tmp_path / "long-context").mkdir()
+    commands = long_context_commands(tmp_path, PROCESSES="64")
+    programs = [command[3] for command in commands]
+    assert programs == ["pretrain_gpt.py", "tools/evaluate.py"] * 3
+    runs = [resolve(parse_arguments(command[4:]).config, 64) for command in commands[::2]]
+    assert [run.data.seq_length for run in runs] == [4096, 32768, 131072]
+    assert [run.training.train_iters for run in runs] == [25000, 25500, 25750]
+    assert {run.data.seq_length * (run.training.global_batch_size or 0) for run in runs} == {2**22}
+    assert {(run.optimizer.lr_decay_iters, run.optimizer.lr) for run in runs} == {(25750, 3e-4)}
+    assert [run.parallel.context_parallel_size for run in runs] == [1, 2, 8]
+    models = [run.model for run in runs]
+    assert [model.position_embedding_type for model in models] == ["rope", "yarn", "yarn"]
+    assert [model.rotary_scaling_factor for model in models] == [1.0, 8.0, 32.0]
+    assert [model.yarn_original_max_position_embeddings for model in models] == [None, 4096, 4096]
+    assert [run.checkpoint.allow_changed_rotary for run in runs] == [False, True, True]
+    first, second = yaml.safe_load((tmp_path / "long-context/mix.yaml").read_text())["phases"]
+    assert "from" not in first
+    assert second["from"] == 25000 * 2**22
+    searches = [parse_tool_arguments(Evaluation, "", command[4:]) for command in commands[1::2]]
+    assert [search.needle_lengths for search in searches] == [(4096,), (4096, 32768), (4096, 32768, 131072)]
+    assert [search.context_parallel_size for search in searches] == [1, 2, 8]
+    for search, length in zip(searches[:2], (4096, 32768), strict=True):
+        assert search.output == str(tmp_path / f"long-context/needles_{length}.json")
+        Path(search.output).write_text("{}")
+    again = long_context_commands(tmp_path, PROCESSES="64")
+    assert again[len(commands) :] == commands[4:], "phases that are finished are passed over"
+
+
+@pytest.mark.wide
+def test_long_context(checkout: Path, tmp_path: Path) -> None:
+    """A run goes through two lengths, of which no token is lost or read twice."""
+    texts = {"short": Path(__file__).read_bytes().splitlines(), "long": [(ROOT / "README.md").read_bytes()]}
+    for name, documents in texts.items():
+        with IndexedDatasetWriter(str(tmp_path / name), np.uint16, ByteTokenizer().identity()) as writer:
+            for document in documents:
+                add_document(writer, [*document, 256])
+            writer.finish()
+    sizes = {"LENGTHS": "256 1024", "STEPS": "4 2", "CONTEXT_PARALLEL": "1 2", "TOKENS": "2048", "NEEDLES": "1"}
+    where = {"DATA": str(tmp_path / "short"), "LONG_DATA": str(tmp_path / "long"), "RUN": str(tmp_path)}
+    small = (
+        "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1 --no-bf16"
+    )
+    command = f"examples/long_context.sh {small} --log-interval 1"
+    out = shell(command, checkout, PROCESSES="2", TOKENIZER_TYPE="ByteTokenizer", **sizes, **where)
+    run = tmp_path / "long-context"
+    assert [f"step {step}/{end}" in out for step, end in ((4, 4), (6, 6))] == [True] * 2
+    assert "position_embedding_type rope -> yarn, rotary_scaling_factor 1.0 -> 4.0" in out
+    assert "note: data mix: sample 8 is the first of a phase: short 60 %, long 40 %" in out
+    assert "note: learning rate" not in out
+    found = json.loads((run / "needles_1024.json").read_text())["needle"]
+    assert [each["length"] for each in found] == [length for length in (256, 1024) for _ in range(5)]
+    said = shell(f"python tools/inspect_dataset.py --ledger {run}", checkout)
+    assert "no token of a pass is missing before the next one, or comes twice" in said
 
 
 WITH_EXPERTS = {

@@ -142,7 +142,7 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
     }
     tokenizer = named_tokenizer("SentencePieceTokenizer", str(corpus / "tokenizer.model"))
     steps, batches, batch_size = 2, 3, 8
-    _, valid, _, _ = build_token_datasets(
+    valid = build_token_datasets(
         DataConfig(
             seq_length=16,
             data_path=(str(corpus / "corpus_text_document"),),
@@ -152,7 +152,7 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
         Samples(train=32 * batch_size, valid=(32 // steps + 1) * batches * batch_size, test=0),
         5,
         tokenizer,
-    )
+    ).valid
     assert valid is not None
     rows = torch.stack([torch.from_numpy(valid[sample]) for sample in range(batches * batch_size)])
     mask = rows[:, :-1] != tokenizer.eod

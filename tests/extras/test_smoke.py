@@ -13,13 +13,16 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from tests.distributed.layout_expected import on_ranks
-from tests.distributed.post_training_run import policy_steps
+from tests.distributed.post_training_run import exported, policy_steps
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import GPT2, MOCK, ROOT, iterations, words
 from tests.extras.alarms import test_alarms
 from tests.extras.chaos import test_chaos
 from tests.extras.corruption import gradient_run
 from tests.extras.corruption.corruption_run import HASHES, RERUNS, Flip, train
+from tests.extras.mixes.mixed_run import WHERE, MixedRun, write_files
+from tests.extras.post_training import test_distillation, test_preferences
+from tests.extras.post_training.distillation_run import distilled_steps
 from tests.extras.post_training.test_layouts import BASE, expected
 from tests.extras.report.runs import step, validation, write_run
 from tests.extras.synchronization import test_checkpoints, test_late_ranks
@@ -43,6 +46,15 @@ def test_the_planner_finds_layouts(tmp_path: Path) -> None:
     assert len(seconds) > 1
     assert seconds == sorted(seconds)
     assert all(4 % (each["row"]["TP"] * each["row"]["PP"]) == 0 for each in plans)
+
+
+def test_a_mix_goes_on_as_it_was(tmp_path: Path) -> None:
+    prefixes = write_files(tmp_path, {"web": 200, "code": 90})
+    sources = {name: {"path": prefix} for name, prefix in prefixes.items()}
+    run = MixedRun(tmp_path, sources, [{"weights": {"web": 1, "code": 1}}, {"from": 160, "weights": {"code": 1}}])
+    mix, again = run.open(), run.open()
+    again.resume(WHERE, run.checkpoint(mix), 30, ())
+    assert [again[n].tolist() for n in range(100)] == [mix[n].tolist() for n in range(100)]
 
 
 def test_a_translated_script_gives_flags_of_a_run(tmp_path: Path) -> None:
@@ -96,6 +108,19 @@ def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:
     _, figures, *_ = expected(cell.alone())
     for (rank,) in on_ranks(rank_pools, 2, policy_steps, [cell]):
         assert rank.figures == pytest.approx(figures, rel=1e-10)
+
+
+def test_a_teacher_is_split_as_the_network(rank_pools: RankPools, tmp_path: Path) -> None:
+    student = replace(test_distillation.STUDENTS[0], tp=2, sequence_parallel=True)
+    exported(test_distillation.teacher_of(student), tmp_path / "teacher")
+    _, means = test_distillation.expected(student.alone(), test_distillation.FEW)
+    for (rank,) in on_ranks(rank_pools, 2, distilled_steps, [student], tmp_path / "teacher", test_distillation.FEW):
+        assert rank.means == pytest.approx(means, rel=1e-10)
+
+
+def test_pairs_of_responses_are_trained_on(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    test_preferences.write_base(tmp_path)
+    test_preferences.test_steps_equal_an_independent_loop_in_float64("dpo", tmp_path, spawn, tmp_path)
 
 
 def test_ranks_start_again_after_a_death(spawn: Callable[..., Job], tmp_path: Path) -> None:

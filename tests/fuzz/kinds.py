@@ -105,6 +105,19 @@ def _read_tokens(base: Path, _: Sequence[Edit]) -> Program:
     return partial(read_flags, [*SIZES, *flags.split(), "--data-cache-path", str(base / "out" / "cache")], samples=32)
 
 
+def _settle_mix(base: Path) -> None:
+    """Write a schedule, and lists that one may name in place of its mappings."""
+    prefix = str(base / "in" / "data_text_document")
+    sources = {"web": {"path": prefix, "max_epochs": 40}}
+    phases = [{"weights": {"web": 1.5}}, {"from": "400", "weights": {"web": 2}}]
+    (base / "in" / "mix.yaml").write_text(json.dumps({"sources": sources, "phases": phases}))
+
+
+def _read_mix(base: Path, _: Sequence[Edit]) -> Program:
+    flags = f"--data-mix-schedule {base}/in/mix.yaml --tokenizer-type ByteTokenizer --split 1 --train-iters 8"
+    return partial(read_flags, [*SIZES, *flags.split(), "--data-cache-path", str(base / "out" / "cache")], samples=32)
+
+
 def wrong_index(base: Path) -> str | None:
     """Return the problem of a .idx, from the definition of the format alone; None if it is valid."""
     data = (base / "in" / "data_text_document.idx").read_bytes()
@@ -485,6 +498,7 @@ KINDS: Mapping[str, Kind] = {
         {"data_text_document.idx": INDEX, "data_text_document.bin": BYTES, "data_text_document.megalite.json": JSON},
         referee=wrong_index,
     ),
+    "mix": Kind((*TOKENS, _settle_mix), _read_mix, {"mix.yaml": YAML}),
     "manifest": Kind(
         RUN,
         _resume,

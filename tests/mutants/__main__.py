@@ -47,7 +47,7 @@ def main() -> None:
         whole = Path(directory) / "whole"
         for folder in FOLDERS:
             shutil.copytree(ROOT / folder, whole / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for file in ("pretrain_gpt.py", "pyproject.toml"):
+        for file in ("pretrain_gpt.py", "finetune_gpt.py", "pyproject.toml"):
             shutil.copy2(ROOT / file, whole)
         verdicts = []
         with _servers() as servers, ThreadPoolExecutor(WORKERS) as workers:

@@ -348,6 +348,38 @@ def test_options_of_the_network_belong_to_the_function(
             checkpoint.check_compatible(path, saved, replace(model, **changes))
 
 
+@pytest.mark.parametrize(
+    ("saved", "changes"),
+    [
+        (YARN, "rotary_scaling_factor 4.0 -> 8.0"),
+        (replace(YARN, mscale=2.0, yarn_beta_slow=2.0), "rotary_scaling_factor 4.0 -> 8.0, mscale 2.0 -> 1.0, "
+         "yarn_beta_slow 2.0 -> 1.0"),
+        (replace(ROPE, rotary_base=9.0, use_rope_scaling=True), "position_embedding_type rope -> yarn, "
+         "rotary_base 9.0 -> 10000.0, use_rope_scaling True -> False, rotary_scaling_factor 1.0 -> 8.0, "
+         "yarn_original_max_position_embeddings None -> 16"),
+        (MODEL, None),
+        (replace(YARN, rotary_interleaved=True), None),
+        (replace(YARN, rotary_percent=0.5), None),
+        (replace(YARN, no_rope_freq="1"), None),
+    ],
+)  # fmt: skip
+def test_base_and_scaling_of_rotary_embeddings_may_change_and_nothing_else(
+    saved: ModelConfig, changes: str | None
+) -> None:
+    longer = replace(YARN, rotary_scaling_factor=8.0)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_same_function("it", saved, longer)
+    assert ("--allow-changed-rotary goes on" in str(caught.value)) == (changes is not None)
+    other, told = checkpoint.with_rotary_of(saved, longer)
+    if changes is not None:
+        checkpoint.check_same_function("it", other, longer)
+        assert told == changes
+    else:
+        with pytest.raises(CheckpointError):
+            checkpoint.check_same_function("it", other, longer)
+    assert checkpoint.with_rotary_of(saved, saved) == (saved, "")
+
+
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path, *build())
     read = checkpoint.read_manifest(path)

@@ -375,7 +375,9 @@ def test_tools_keep_the_replicas_and_show_the_rule(tmp_path: Path, monkeypatch: 
     optimizer.rank_states["basis"] = torch.ones(2)
     saved = save(tmp_path / "saved", optimizer)
     reader = CheckpointReader(tmp_path / "saved" / "iter_0000007")
-    monkeypatch.setattr("megalite.conversion.native.saved_section", lambda *_: SimpleNamespace(**TOKENIZER))
+    monkeypatch.setattr(
+        "megalite.conversion.native.saved_section", lambda *_: SimpleNamespace(**TOKENIZER, lora_rank=None)
+    )
     name = next(name for name in saved if name.startswith("replica/"))
     described = describe(reader, saved)
     assert described["tensors"][name]["relayout"] == "sum"

@@ -19,7 +19,7 @@ from megalite.process import names
 from tests.harness.tool import Ended, run_tool
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [*sorted(ROOT.glob("pretrain_*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
+SCRIPTS = [ROOT / "finetune_gpt.py", *sorted(ROOT.glob("pretrain_*.py")), *sorted((ROOT / "tools").rglob("*.py"))]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 

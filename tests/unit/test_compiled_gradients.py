@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.model import ModelConfig
 from megalite.library.experts import _SumOverRanks
-from megalite.library.layers import _Gather, _OfSamples, _Split
+from megalite.library.layers import ColumnParallelLinear, RowParallelLinear, _Gather, _OfSamples, _Split
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.parallel import placement
+from megalite.parallel.adapter import Adaptable, add_adapters
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megalite.parallel.embedding import VocabParallelEmbedding
@@ -68,6 +70,7 @@ ELSEWHERE = {
     "_SharedByHeads": "in LatentAttention, which is not traced",
     "_Divergence": "in SparseAttention, which is not traced, as is the next",
     "_InBlocks": "",
+    "_SumOfParts": "of the loss of pairs, which is not traced; returns a new tensor",
     "_WideProduct": "on GPUs alone, in attention, which is not traced",
     "_Recurrence": "in RecurrentCore, which is not traced, as are the next four",
     "_Convolution": "",
@@ -95,6 +98,22 @@ def weight(dtype: torch.dtype, *shape: int, axes: dict[int, tuple[str, ...]] | N
     with torch.no_grad():
         made.copy_(numbers(dtype, *made.shape))
     return made
+
+
+def adapted_layers(dtype: torch.dtype) -> Iterator[Adaptable]:
+    """Yield layers with trained adapters."""
+    context = ParallelContext(ParallelMesh(), dtype=dtype)
+    for make in (ColumnParallelLinear, RowParallelLinear):
+        layer = make(context, "up_down.weight", 8, 6)
+        add_adapters(layer, AdaptersConfig(lora_rank=2))
+        initialize(layer, 1)
+        with torch.no_grad():
+            layer.b[0].copy_(numbers(dtype, 6, 2))
+        yield layer
+
+
+def factors_of(layer: Adaptable) -> list[Tensor]:
+    return [layer.a, *layer.b]
 
 
 def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
@@ -130,8 +149,10 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     embedding = VocabParallelEmbedding(context, table.sharding)
     embedding.weight = table
     yield "embedding", (lambda _: embedding(ids), [table])
-    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, w), [x, weight(dtype, 6, 8)])
-    yield "row", (lambda x, w: _RowParallel.apply(x, w, world, False, False), [x, weight(dtype, 6, 8)])
+    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, None, w), [x, weight(dtype, 6, 8)])
+    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, None, w), [x, weight(dtype, 6, 8)])
+    for layer in adapted_layers(dtype):
+        yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])
     yield "entropy", (lambda x: vocab_parallel_entropy(x, world, 7), [numbers(dtype, 2, 3, 8)])
     of_output = [numbers(dtype, 2, 3, 4), weight(dtype, 8, 4)]

@@ -19,7 +19,8 @@ YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original
 WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
 TWO_WAYS = (
     "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
-    "--valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data"
+    "--valid-data-path and --test-data-path), --per-split-data-args-path, --data-mix-schedule (with --valid-data-path "
+    "and --test-data-path), --preference-data and --mock-data"
 )
 WITHOUT_DATA = VALID.replace("--data-path text_document", "")
 
@@ -209,6 +210,11 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--qk-layernorm --qk-layernorm-over-heads", "--qk-layernorm-over-heads needs --normalization RMSNorm"),
         ("--qk-clip --qk-clip-alpha 1", "--qk-clip-alpha 1.0: must be above 0 and below 1"),
         ("--qk-clip --qk-clip-alpha 0", "--qk-clip-alpha 0.0: must be above 0 and below 1"),
+        ("--ema-decay 1", "--ema-decay 1.0: must be above 0 and below 1"),
+        (
+            "--ema-decay 0.9 --no-save-optim --save d",
+            "--ema-decay 0.9 with --no-save-optim: the mean would not be saved; drop one of them",
+        ),
         ("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold 0.0: must be above 0"),
         ("--glu-linear-offset 1", "--glu-linear-offset needs --swiglu, --geglu or --quick-geglu"),
         ("--swiglu --activation-func-clamp-value 0", "--activation-func-clamp-value 0.0: must be above 0"),
@@ -475,7 +481,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--eod-mask-loss --sft",
             "--eod-mask-loss is for token files: with --sft only answers have a loss",
         ),
-        ("--chat-template a", "--chat-template needs --sft"),
+        ("--chat-template a", "--chat-template needs --sft or --preference-data"),
         ("--fim-rate 0.3", "--fim-rate needs --fim-data"),
         ("--fim-pad-token <pad>", "--fim-pad-token needs --fim-data"),
         ("--fim-data --fim-spm-rate 1.5", "--fim-spm-rate 1.5: must be from 0 to 1"),
@@ -490,11 +496,18 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--data-path --valid-data-path a", "--valid-data-path and --test-data-path need --train-data-path"),
         (
             "--data-path --per-split-data-args-path a --split 9,1",
-            "--split '9,1' divides --data-path or --data-args-path: leave it out",
+            "--split '9,1' divides --data-path, --data-args-path, or --data-mix-schedule without --valid-data-path: "
+            "leave it out",
         ),
         (
             "--data-path --data-args-path a --split 9",
             "--split '9' leaves nothing to validate on: give a second share, or --eval-iters 0",
+        ),
+        ("--data-mix-schedule a", TWO_WAYS),
+        ("--allow-changed-sources", "--allow-changed-sources needs --data-mix-schedule"),
+        (
+            "--phase-transition-iterations 5",
+            "--phase-transition-iterations needs --data-mix-schedule",
         ),
         ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus -1.0: must be at least 0"),
         (
@@ -1236,7 +1249,9 @@ def test_where_nothing_is_aligned_it_is_told(flags: str, why: str) -> None:
 
 def test_neither_length_nor_data_is_a_problem_each() -> None:
     assert problems("", base=WITHOUT_LENGTH) == ["give the length as --train-iters or as --train-samples"]
-    assert problems("", base=WITHOUT_DATA) == ["there is no data: give --data-path or --mock-data"]
+    assert problems("", base=WITHOUT_DATA) == [
+        "there is no data: give --data-path, --data-mix-schedule, --preference-data or --mock-data"
+    ]
 
 
 @pytest.mark.parametrize(

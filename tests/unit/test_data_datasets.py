@@ -171,7 +171,7 @@ def test_splits_share_no_document(tmp_path: Path) -> None:
 
 def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
-    train, valid, test, _ = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
+    train, valid, test, *_ = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
     assert test is None
     assert {int(train[i][0]) for i in range(30)} == {1}
     assert {int(valid[i][0]) for i in range(5)} == {1, 2}
@@ -241,7 +241,7 @@ def test_each_evaluation_of_a_run_has_samples_of_its_own(steps: int, evaluations
 
 
 def test_mock_data_needs_no_files() -> None:
-    train, valid, test, _ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
+    train, valid, test, *_ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
     assert isinstance(train, MockDataset)
     assert valid is not None
     assert (len(train), len(valid), test) == (10, 5, None)

@@ -49,11 +49,11 @@ def spans(record: Mapping[str, Any], template: str | None = None, **special: str
 
 def test_without_a_template_answers_end_with_the_end_of_document() -> None:
     assert spans({"messages": TALK[1:3]}) == [
-        Span("<|user|>\n1+1?\n", False),
-        Span("<|assistant|>\n", False),
-        Span("2", True, ends=True),
+        Span("<|user|>\n1+1?\n"),
+        Span("<|assistant|>\n"),
+        Span("2", "assistant", ends=True),
     ]
-    assert spans({"prompt": "1+1=", "completion": "2"}) == [Span("1+1=", False), Span("2", True, ends=True)]
+    assert spans({"prompt": "1+1=", "completion": "2"}) == [Span("1+1="), Span("2", "assistant", ends=True)]
 
 
 def test_a_template_says_everything_and_the_answers_end_as_it_ends_them() -> None:
@@ -63,7 +63,7 @@ def test_a_template_says_everything_and_the_answers_end_as_it_ends_them() -> Non
     )
     assert [span.text for span in found if span.learned] == ["2<|im_end|>\n", "4<|im_end|>\n"]
     assert not any(span.ends for span in found)
-    assert spans({"messages": TALK[1:2]}, CHATML)[-1] == Span("<|im_start|>user\n1+1?<|im_end|>\n", False)
+    assert spans({"messages": TALK[1:2]}, CHATML)[-1] == Span("<|im_start|>user\n1+1?<|im_end|>\n")
 
 
 def test_templates_see_special_tokens_and_the_prompt() -> None:
@@ -175,7 +175,7 @@ def test_a_template_without_end_costs_one_record_its_time(monkeypatch: pytest.Mo
         for _ in range(2):
             with pytest.raises(ValueError, match=r"the chat template takes more than 0\.3 s of CPU time"):
                 read(endless)
-            assert read({"messages": TALK[:1]}) == [Span("b", False)]
+            assert read({"messages": TALK[:1]}) == [Span("b")]
     with pytest.raises(DataError, match="nested too deep: give another as --chat-template"):
         spans(endless, "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
     assert _children() == before
@@ -306,7 +306,7 @@ def test_sequences_hold_conversations_apart_with_loss_on_their_answers(tmp_path:
 
 def test_long_conversations_are_cut_with_a_note(tmp_path: Path) -> None:
     long = {"prompt": "q", "completion": "x" * 100}
-    train, _, _, notes = build(write(tmp_path / "a.jsonl", long, {"prompt": "q", "completion": "a"}))
+    train, _, _, notes, _ = build(write(tmp_path / "a.jsonl", long, {"prompt": "q", "completion": "a"}))
     assert len(notes) == 1
     assert notes[0].endswith("a.jsonl: 1 of 2 conversations are longer than --seq-length and are cut")
     assert train is not None
@@ -315,7 +315,7 @@ def test_long_conversations_are_cut_with_a_note(tmp_path: Path) -> None:
 
 def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     silent = {"messages": TALK[:2]}
-    train, _, _, notes = build(
+    train, _, _, notes, _ = build(
         write(tmp_path / "a.jsonl", silent, {"prompt": "q" * 41, "completion": "a"}, {"messages": TALK[1:3]})
     )
     assert train is not None

@@ -1,4 +1,4 @@
-"""Tokens by source: counted as a loop over the samples would, from whatever sample on."""
+"""Sources of a blend: tokens are counted as a loop over the samples would, from whatever sample on."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def test_samples_left_out_are_not_counted() -> None:
 def test_a_source_that_is_given_twice_is_one() -> None:
     counting = SourceTokens(np.array([0, 1, 2, 0], np.int16), ["a", "b", "a"], 1)
     assert counting.after(4) == {"consumed_tokens/a": 3.0, "consumed_tokens/b": 1.0}
+    assert [counting.names[counting.of(sample)] for sample in range(4)] == ["a", "b", "a", "a"]
 
 
 @pytest.mark.parametrize(

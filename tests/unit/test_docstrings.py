@@ -13,6 +13,7 @@ PLACES = (
     "kernels",
     "megalite_trace.py",
     "tools",
+    "finetune_gpt.py",
     "pretrain_gpt.py",
     "pretrain_hybrid.py",
     "pretrain_mamba.py",

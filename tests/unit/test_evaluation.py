@@ -280,7 +280,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "there is nothing to evaluate on: give --data-path, --text or --tasks"),
+        ("", "there is nothing to evaluate on: give --data-path, --text, --tasks or --needle-lengths"),
         ("--text a --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--text a --pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
         ("--text a --limit 0", "--limit 0.0: must be above 0"),

@@ -87,8 +87,10 @@ def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
 
 
 def test_a_longer_run_is_told_what_the_learning_rate_becomes() -> None:
-    def change(before: RunConfig, here: LearningRateSchedule, consumed_samples: int = 36) -> tuple[str, ...]:
-        return rate_change(Path("iter_0000009"), saved(before), here, consumed_samples, 1)
+    def change(
+        before: RunConfig, here: LearningRateSchedule, consumed_samples: int = 36, saved_samples: int = 36
+    ) -> tuple[str, ...]:
+        return rate_change(Path("iter_0000009"), saved(before), here, consumed_samples, saved_samples, 1)
 
     def schedule(config: RunConfig) -> LearningRateSchedule:
         return rate_schedules(config.optimizer, config.training, hidden_size=1, global_batch_size=4).learning_rate
@@ -102,4 +104,7 @@ def test_a_longer_run_is_told_what_the_learning_rate_becomes() -> None:
     steady = LearningRateSchedule(0.1, style="constant")
     assert change(replace(config, optimizer=replace(config.optimizer, lr_decay_style="constant")), steady) == ()
     assert change(CONFIG, steady) == (), "it says no batch size"
-    assert rate_change(Path("iter_0000009"), {"training": {}}, steady, 36, 1) == ()
+    assert rate_change(Path("iter_0000009"), {"training": {}}, steady, 36, 36, 1) == ()
+    halves = rate_schedules(config.optimizer, config.training, hidden_size=1, global_batch_size=8).learning_rate
+    assert change(config, halves, 40, 20) == (), "samples of half the length, twice as many a step"
+    assert change(config, halves, 20, 20) != ()

@@ -13,7 +13,7 @@ from megalite.errors import MegaliteError
 from megalite.model.head import LM_LOSS
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
-from megalite.training.loss_terms import counted, declared_terms, total_sums
+from megalite.training.loss_terms import counted, declared_terms, loss_multipliers, means, total_counts, total_sums
 
 
 def one(_: object) -> Tensor:
@@ -55,6 +55,25 @@ def test_a_term_that_no_stage_returns_is_named() -> None:
         assert total_sums(terms, sums, ParallelMesh()) == {"lm_loss": 3.0, "balance": 0.0}
     with pytest.raises(MegaliteError, match="no stage returned the term of the loss that is declared as balance"):
         total_sums(terms, {"lm_loss": loss}, ParallelMesh())
+
+
+def test_a_term_with_parts_is_recorded_by_these_and_not_differentiated() -> None:
+    """A part that has counted nothing is not recorded; where another stage has the sum, a rank has none."""
+    parts = LossTerm(
+        "by source", lambda _: torch.tensor([2.0, 0.0, 1.0]), weight=0.0, parts=("loss/a", "loss/b", "loss/c")
+    )
+    terms = LM_LOSS, parts
+    sums = {"lm_loss": torch.tensor(3.0), "by source": torch.tensor([5.0, 0.0, 1.0])}
+    counts = total_counts(terms, {"lm_loss": torch.tensor(3.0), "by source": parts.count(None)}, ParallelMesh())
+    assert counts == {"lm_loss": 3.0, "loss/a": 2.0, "loss/c": 1.0}
+    totals = total_sums(terms, {name: total.double() for name, total in sums.items()}, ParallelMesh())
+    assert totals == {"lm_loss": 3.0, "loss/a": 5.0, "loss/b": 0.0, "loss/c": 1.0}
+    assert means(totals, counts) == {"lm_loss": 1.0, "loss/a": 2.5, "loss/c": 1.0}
+    assert loss_multipliers(terms, counts, 6.0) == {"lm_loss": 2.0, "by source": 0.0}
+    with pytest.raises(MegaliteError, match="declared as loss/a"):
+        total_sums(terms, {"lm_loss": sums["lm_loss"].double()}, ParallelMesh())
+    with pytest.raises(MegaliteError, match="several terms of the loss are called loss/a"):
+        declared_terms(chunks((parts, LossTerm("loss/a", one))))
 
 
 def test_counts_are_on_the_device_wherever_they_were_made() -> None:

@@ -421,7 +421,7 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
     passed: Mapping[str, Tensor] = {}
     for first in range(0, 4, 2):
         stage = network(config, stage_layers=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
-        passed, terms = stage(passed, batch)
+        passed, terms, _ = stage(passed, batch)
     torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)
 
 
@@ -436,7 +436,7 @@ def test_each_layer_has_its_own_window(stages: int, monkeypatch: pytest.MonkeyPa
     passed: Mapping[str, Tensor] = {}
     for number in range(stages):
         part = StageLayers(number * layers, layers, embedding=number == 0, loss=number == stages - 1)
-        passed, terms = network(config, stage_layers=part)(passed, batch)
+        passed, terms, _ = network(config, stage_layers=part)(passed, batch)
     logits = replace(oracle(config), windows=windows).logits(weights(whole), batch.tokens, batch.positions, DOCUMENTS)
     assert batch.labels is not None
     assert batch.loss_mask is not None

@@ -36,6 +36,9 @@ class ByteTokenizer:
         """Return the text of bytes. Bytes that are not valid UTF-8, which a model may sample, become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
+    def byte_lengths(self) -> np.ndarray:
+        return np.repeat([1, 0], [256, 1])
+
     def identity(self) -> dict[str, Any]:
         """Return the identity: there is only one such tokenizer."""
         return {"type": "ByteTokenizer", "vocab_size": self.vocab_size}

@@ -16,6 +16,7 @@ import numpy as np
 
 from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
+from megalite.data.tokenizers.byte_lengths import byte_lengths
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.folder import read_folder
@@ -122,6 +123,10 @@ class HuggingFaceTokenizer:
         """Return the text of tokens, without special tokens."""
         with library_errors(self._fails):
             return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def byte_lengths(self) -> np.ndarray | None:
+        with library_errors(self._fails):
+            return byte_lengths(self._tokenizer)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the vocabulary file, the number of tokens, and the end of a document."""

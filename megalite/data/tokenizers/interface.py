@@ -64,6 +64,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; tokens without text are skipped."""
 
+    def byte_lengths(self) -> np.ndarray | None:
+        """Return the bytes of text of each token in UTF-8, int64 [vocab_size]; None if tokens are not parts of a text.
+
+        Special tokens have none. The space that some tokenizers put before a text is counted with it.
+        """
+
     def identity(self) -> dict[str, Any]:
         """Return JSON values that identify the tokenizer: equal values mean that every token has the same meaning."""
 

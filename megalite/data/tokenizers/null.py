@@ -43,5 +43,8 @@ class NullTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
 
+    def byte_lengths(self) -> None:
+        """Return None: numbers have no text."""
+
     def identity(self) -> dict[str, Any]:
         return {"type": "NullTokenizer", "vocab_size": self.vocab_size}

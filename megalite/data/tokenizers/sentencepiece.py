@@ -86,6 +86,16 @@ class SentencePieceTokenizer:
         """Return the text of tokens, without control tokens."""
         return self._processor.decode([int(token) for token in ids])
 
+    def byte_lengths(self) -> np.ndarray:
+        return np.array([self._byte_length(token) for token in range(self.vocab_size)], np.int64)
+
+    def _byte_length(self, token: int) -> int:
+        """Return the bytes of a token's text; those of a text that the model does not know are not known."""
+        pieces = self._processor
+        if pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_unused(token):
+            return 0
+        return 1 if pieces.is_byte(token) else len(pieces.id_to_piece(token).replace("\u2581", " ").encode())
+
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the model file, and the number of tokens."""
         sha256 = fingerprint(self._model)

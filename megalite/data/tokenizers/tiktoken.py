@@ -133,6 +133,12 @@ class TikTokenizer:
         """Return the text of tokens, without special tokens and numbers that no token has."""
         return self._encoding.decode([int(token) for token in ids if int(token) in self._with_text])
 
+    def byte_lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.vocab_size, np.int64)
+        tokens = sorted(self._with_text)
+        lengths[tokens] = [len(token) for token in self._encoding.decode_tokens_bytes(tokens)]
+        return lengths
+
     def identity(self) -> dict[str, Any]:
         """Return the identity: the file's hash, the regular expression, the special tokens and the number of tokens."""
         return {

@@ -10,6 +10,7 @@ from megalite.data.blend import BlendedDataset
 from megalite.data.fields import FieldsDataset
 from megalite.data.fill_in_the_middle import FillInTheMiddleDataset
 from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.loss_weights import WeightedDataset
 from megalite.data.sample_source import SampleSource
 from megalite.data.sft_dataset import SFTDataset
 from megalite.tasks.dataset_task import DatasetTask
@@ -20,6 +21,8 @@ from megalite.training.task import Task
 
 def origin(task: Task, sample: int) -> str:
     """Return where a sample of the training data is from, as text; empty where samples have no names."""
+    if isinstance(task, GPTTask) and (mix := task.data.mix) is not None:
+        return "; ".join(_named("document", numbers, prefix) for prefix, numbers in mix.documents(sample).items())
     if isinstance(task, GPTTask):
         return _of_dataset(task.data.train, sample)
     if isinstance(task, DatasetTask) and isinstance(task.train, SampleSource) and not task.train.is_stream:
@@ -31,6 +34,8 @@ def _of_dataset(dataset: Any, sample: int) -> str:
     """Return the origin of a sample of a dataset, or of those that it is made of."""
     if isinstance(dataset, FieldsDataset | FillInTheMiddleDataset):
         return _of_dataset(dataset.tokens, sample)
+    if isinstance(dataset, WeightedDataset):
+        return _of_dataset(dataset.samples, sample)
     if isinstance(dataset, BlendedDataset):
         return _of_dataset(
             dataset.datasets[int(dataset.dataset_index[sample])], int(dataset.dataset_sample_index[sample])
@@ -39,7 +44,8 @@ def _of_dataset(dataset: Any, sample: int) -> str:
         return _named("document", documents(dataset, sample), dataset.indexed.prefix)
     if isinstance(dataset, SFTDataset):
         conversations = dataset.order[dataset.starts[sample] : dataset.starts[sample + 1]]
-        return _named("conversation", conversations.tolist(), dataset.file.path)
+        lines = dict.fromkeys((conversations // dataset.file.of_line).tolist())
+        return _named("conversation", list(lines), dataset.file.path)
     return ""
 
 

@@ -174,6 +174,8 @@ def _state(segment: Segment) -> Iterator[Tensor]:
     if segment.has_master:
         yield segment.master
     yield from segment.tensors.values()
+    if segment.mean is not None:
+        yield segment.mean
 
 
 def parts(bucket: ParameterBucket, values: Tensor, start: int, stop: int) -> Iterator[tuple[str, Tensor]]:

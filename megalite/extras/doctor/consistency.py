@@ -101,7 +101,7 @@ def fingerprints(data: DataConfig) -> dict[str, str]:
     paths = [path / "tokenizer.json" if path.is_dir() else path for path in named]
     for part in () if data.mock_data else read_dataset_specs(data):
         for prefix in part.prefixes if part is not None else ():
-            paths += (Path(prefix),) if data.sft else (idx_path(prefix), bin_path(prefix))
+            paths += (Path(prefix),) if data.sft or data.preference_data else (idx_path(prefix), bin_path(prefix))
     return {str(path): _fingerprint(path) for path in dict.fromkeys(paths)}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from megalite.atomic_files import write_atomically
 from megalite.config import RunConfig
 from megalite.config.single_rank import SingleRank
-from megalite.errors import EXIT_FINISHED
+from megalite.errors import EXIT_FINISHED, ConfigurationError
 from megalite.extras.planner.as_rank import run_as_rank
 from megalite.extras.planner.dry_run import dry_run
 from megalite.extras.planner.dry_run_report import as_json, report
@@ -17,6 +17,11 @@ from megalite.process.output import say
 
 def run_single_rank(single: SingleRank, config: RunConfig) -> int:
     """Run one rank without the others, and print what it holds and does. Returns the exit code."""
+    if config.data.preference_data:
+        raise ConfigurationError(
+            "a rank without the others does not count the reference of --preference-data: try the same flags with "
+            "pretrain_gpt.py and --mock-data"
+        )
     if single.computes:
         say(*run_as_rank(config, single.world_size, single.rank).lines(), sep="\n")
         return EXIT_FINISHED

@@ -20,18 +20,28 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
-from megalite.checkpoint.tensors import Kind, natural_order
+from megalite.checkpoint.tensors import Kind, Source, natural_order
 from megalite.config import ModelConfig
+from megalite.config.adapters import AdaptersConfig
+from megalite.conversion.adapters import Adapters
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
 from megalite.conversion.mapping import ToFiles, file_tensors
-from megalite.conversion.opened import dtype_of_weights, kept_in_fp32, logical_tensors
+from megalite.conversion.opened import (
+    Renamed,
+    dtype_of_weights,
+    kept_in_fp32,
+    logical_tensors,
+    tensors_of_training,
+)
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, row_ranges
 from megalite.model.gpt import GPT
 from megalite.optim.optimizer import Optimizer
+from megalite.parallel.adapter import is_adapters
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.collectives import Pending, all_gather_json, launch
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 
 EXPORTING = "exporting the weights"
@@ -45,6 +55,7 @@ def export_weights(
     dtype: torch.dtype | None = None,
     sequence_length: int | None = None,
     model_type: str | None = None,
+    adapters: AdaptersConfig | None = None,
 ) -> None:
     """Stream the weights to a receiver, or into a new folder.
 
@@ -54,6 +65,7 @@ def export_weights(
         dtype: dtype to cast to; None: that of the training.
         sequence_length: maximum sequence length in config.json for a network that has none.
         model_type: family to prefer if several have this network.
+        adapters: those of the network, which are merged; None: it has none.
 
     Raises CheckpointError, the same on every rank, if no family has this network, or if the receiver fails. The other
     ranks learn of a failure at the end.
@@ -63,15 +75,32 @@ def export_weights(
     receiver = FolderReceiver(Path(to)) if isinstance(to, (str, Path)) else to
     model = replace(model, max_position_embeddings=model.max_position_embeddings or sequence_length)
     try:
-        _export(Collected(optimizer, logical_tensors(model)), model, receiver, mesh, dtype, model_type)
+        source, kept = _weights(chunks, optimizer, model, adapters)
+        _export(source, kept, model, receiver, mesh, dtype, model_type)
     except BaseException:
         if mesh.rank == 0:
             receiver.abandon()
         raise
 
 
+def _weights(
+    chunks: Sequence[GPT], optimizer: Optimizer, model: ModelConfig, adapters: AdaptersConfig | None
+) -> tuple[Source, Mapping[str, tuple[int, ...]]]:
+    """Return the weights that all ranks read together, with adapters merged, and their shapes."""
+    shapes = logical_tensors(model)
+    if adapters is None or adapters.lora_rank is None:
+        return Collected(optimizer, shapes), shapes
+    here = (piece.tensor for chunk in chunks for _, piece in named_pieces(chunk))
+    found = all_gather_json({each.name: each.shape for each in here if is_adapters(each.name)}, optimizer.mesh)
+    own = {name: tuple(shape) for those in found for name, shape in those.items()}
+    every = Collected(optimizer, {**shapes, **own})
+    base, factors = (Renamed(every, {name: name for name in names}) for names in (shapes, own))
+    return Adapters(adapters, base, factors, tensors_of_training(model)).merged(), shapes
+
+
 def _export(
-    collected: Collected,
+    collected: Source,
+    shapes: Mapping[str, tuple[int, ...]],
     model: ModelConfig,
     receiver: Receiver,
     mesh: ParallelMesh,
@@ -81,7 +110,7 @@ def _export(
     """Send the tensors of a Hugging Face model to a receiver. All ranks call it together."""
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
-        mapping = file_tensors(family.rules, model, collected.shapes, family.halves)
+        mapping = file_tensors(family.rules, model, shapes, family.halves)
         files = ToFiles(collected, mapping, dtype, _device(mesh), kept_in_fp32(model))
         kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
         config["torch_dtype"] = dtype_name(dtype or dtype_of_weights(collected.tensors, model))

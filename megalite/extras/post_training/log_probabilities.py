@@ -63,17 +63,19 @@ def with_loss(
     *,
     terms: Sequence[str] = (LOSS,),
     entropies: bool = False,
+    parts: bool = False,
 ) -> list[MicroBatch]:
     """Return micro-batches whose loss is `loss_fn(outputs, batch)`.
 
     Args:
         batches: the second argument for each micro-batch; None: the micro-batch itself.
         terms: names of the sums that are terms of the loss.
+        parts: the function takes the parts of samples that are cut for context-parallel ranks.
 
     Raises ConfigurationError if samples are cut for context-parallel ranks, or labels are missing.
     """
     for micro_batch in micro_batches:
-        if (ranks := len(micro_batch.layout.of_ranks)) > 1:
+        if (ranks := len(micro_batch.layout.of_ranks)) > 1 and not parts:
             raise ConfigurationError(
                 f"a loss function needs whole samples, but they are cut for {ranks} context-parallel ranks: train with "
                 "--context-parallel-size 1, and with more --tensor-model-parallel-size for long samples"
@@ -147,10 +149,12 @@ def log_probabilities(
     micro_batches: Sequence[MicroBatch],
     *,
     entropies: bool = False,
+    parts: bool = False,
 ) -> list[TokenOutputs]:
     """Return the outputs of each micro-batch on all ranks of the pipeline, without gradients and dropout.
 
     All ranks call it together. `actions`: the rank's list for an evaluation step of this number of micro-batches.
+    `parts`: samples may be cut for context-parallel ranks, of which each gets the outputs of its part.
     Raises ConfigurationError as `with_loss` does.
     """
     first, device = chunks[0], chunks[0].mesh.device
@@ -165,10 +169,10 @@ def log_probabilities(
         return kept.sum()
 
     with evaluating(chunks):
-        engine.run(actions, with_loss(micro_batches, note, found, entropies=entropies))
+        engine.run(actions, with_loss(micro_batches, note, found, entropies=entropies, parts=parts))
     # All stages but the last add zeros, which change no bit.
     flat = torch.cat([values.flatten() for values in found])
     flat = collectives.all_reduce_(flat, first.mesh.group("pp"))
-    parts = flat.split([values.numel() for values in found])
-    whole = [part.view(kinds, *shape) for part, shape in zip(parts, shapes, strict=True)]
+    apart = flat.split([values.numel() for values in found])
+    whole = [part.view(kinds, *shape) for part, shape in zip(apart, shapes, strict=True)]
     return [TokenOutputs(values[0], values[1] if entropies else None) for values in whole]

@@ -38,24 +38,35 @@ class FrozenNetwork:
         trained: Sequence[GPT],
         engine: PipelineEngine[MicroBatch],
         optimizer: Optimizer,
+        *,
+        output_apart: bool = False,
     ) -> None:
-        """Make this rank's stages, with the layers `parts`, beside those of the network that is trained."""
+        """Make this rank's stages, with the layers `parts`, beside those of the network that is trained.
+
+        `output_apart`: the last stage returns hidden states, and `output`, on its rank, makes logits of them.
+        """
+        whole = list(parts)
+        if output_apart and any(part.loss for part in parts):
+            whole = [replace(part, loss=False) for part in parts]
+            whole.append(StageLayers(config.num_layers, 0, embedding=False, loss=True))
         first, stages = trained[0], engine.stages
+        self.config, self.dtype = config, first.dtype
         mesh, ranks = first.mesh, first.mesh.ranks("pp")
         heads = [chunk.head for chunk in trained if chunk.head is not None]
-        self.chunks = make_chunks(
+        made = make_chunks(
             config,
             mesh,
-            parts,
+            whole,
             tuple(ranks[rank] for rank in stages.ends),
             sequence_parallel=first.context.sequence_parallel,
             loss=LossConfig(fused=any(head.output.fused for head in heads)),
             dtype=first.dtype,
             attention_ways=first.context.attention_ways,
         )
-        self.network = nn.ModuleList(self.chunks).requires_grad_(False).eval()
-        blocks = [chunk.blocks() for chunk in self.chunks]
-        self.optimizer = make_optimizer(self.chunks, mesh, optimizer.config, optimizer.options, blocks=blocks)
+        self.chunks, self.output = made[: len(parts)], made[len(parts) :]
+        self.network = nn.ModuleList(made).requires_grad_(False).eval()
+        blocks = [chunk.blocks() for chunk in made]
+        self.optimizer = make_optimizer(made, mesh, optimizer.config, optimizer.options, blocks=blocks)
         """Holder of the network's parameters, all of them frozen."""
         messages = tuple(tuple(_with_width(spec, config.hidden_size) for spec in border) for border in stages.messages)
         self.engine = PipelineEngine(
@@ -63,10 +74,15 @@ class FrozenNetwork:
         )
 
     def log_probabilities(
-        self, actions: Iterable[Action], micro_batches: Sequence[MicroBatch], *, entropies: bool = False
+        self,
+        actions: Iterable[Action],
+        micro_batches: Sequence[MicroBatch],
+        *,
+        entropies: bool = False,
+        parts: bool = False,
     ) -> list[TokenOutputs]:
         """Return the network's outputs for each micro-batch, as the function `log_probabilities` does."""
-        return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies)
+        return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies, parts=parts)
 
 
 def _with_width(spec: TensorSpec, width: int) -> TensorSpec:
@@ -77,7 +93,15 @@ class Reference(FrozenNetwork):
     """Copy of the network that is trained, with its current weights."""
 
     def __init__(self, chunks: Sequence[GPT], engine: PipelineEngine[MicroBatch], optimizer: Optimizer) -> None:
-        """Copy this rank's stages. All ranks make it together."""
+        """Copy this rank's stages. All ranks make it together.
+
+        Raises ConfigurationError if a part of the network is frozen.
+        """
+        if optimizer.frozen:
+            raise ConfigurationError(
+                "run.reference() copies a network that is trained whole, and a part of this one is frozen: "
+                "run.teacher(FOLDER) loads its base beside it"
+            )
         super().__init__(chunks[0].config, [chunk.stage_layers for chunk in chunks], chunks, engine, optimizer)
         self._trained = optimizer
         self.refresh()
@@ -97,9 +121,16 @@ class Reference(FrozenNetwork):
 
 
 def load_teacher(
-    opened: OpenedModel, chunks: Sequence[GPT], engine: PipelineEngine[MicroBatch], optimizer: Optimizer
+    opened: OpenedModel,
+    chunks: Sequence[GPT],
+    engine: PipelineEngine[MicroBatch],
+    optimizer: Optimizer,
+    *,
+    output_apart: bool = False,
 ) -> FrozenNetwork:
     """Return another model beside the network that is trained, on the same ranks. All ranks call it together.
+
+    `output_apart`: as for `FrozenNetwork`.
 
     Raises ConfigurationError if the layout cannot divide it or it lacks tokens, and CheckpointError if it cannot be
     read.
@@ -113,6 +144,7 @@ def load_teacher(
             "model with the same tokenizer"
         )
     parts = stage_parts(config.num_layers, stages.count)
-    found = FrozenNetwork(config, [parts[stage] for stage in stages.of_rank(engine.rank)], chunks, engine, optimizer)
+    own = [parts[stage] for stage in stages.of_rank(engine.rank)]
+    found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart)
     load_weights(opened.source, opened.what, found.network, found.optimizer, mesh)
     return found

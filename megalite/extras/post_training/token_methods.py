@@ -185,7 +185,8 @@ class TokenMethods:
         """
         task = self._gpt()
         length = task.config.data.seq_length
-        export_weights(task.chunks, self._trainer.optimizer, to, sequence_length=length)
+        adapters = task.config.adapters
+        export_weights(task.chunks, self._trainer.optimizer, to, sequence_length=length, adapters=adapters)
 
     def _gpt(self) -> TokenTask:
         task = self._run.task

@@ -21,6 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
+from megalite.tasks.adapters import check_names
 from megalite.tasks.dataset_task import DatasetTask
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.tasks.loss_functions import Count, counted_terms
@@ -71,6 +72,7 @@ class TokenTask(GPTNetworkTask, DatasetTask):
                 "Leave it out (with finetune=True, which leaves the depths of a checkpoint out)"
             )
         self.model, self.chunks = config.model, []
+        check_names(config.model, config.adapters)
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
         self._loss = loss
         self._terms: tuple[LossTerm, ...] = (LM_LOSS,)

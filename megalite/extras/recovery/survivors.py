@@ -8,7 +8,6 @@ has to what it computes.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -350,8 +349,8 @@ class SurvivorsTrainer(Trainer):
         """Return what is to be kept of this step; None if nobody could use it."""
         assert self._memory is not None
         base = self._memory.base(self.iteration)
-        sums = {name: float(value) for name, value in gradients.sums.items()}
-        if base is None or not all(map(math.isfinite, sums.values())):
+        sums = {name: value.tolist() for name, value in gradients.sums.items()}
+        if base is None or not all(value.isfinite().all() for value in gradients.sums.values()):
             return None
         before = () if self._rest is None or self._rest.own is None else self._rest.own.done
         done = tuple(sorted({*before, *self.next_deal().numbers}))
@@ -359,7 +358,7 @@ class SurvivorsTrainer(Trainer):
         return Kept(self._memory.whose.mark, base, replica, place, done, sums, gradients.counts)
 
 
-def _added(sums: TermSums, kept: Mapping[str, float]) -> TermSums:
+def _added(sums: TermSums, kept: Mapping[str, float | list[float]]) -> TermSums:
     return add_sums(sums, {name: torch.tensor(value, dtype=torch.float64) for name, value in kept.items()})
 
 

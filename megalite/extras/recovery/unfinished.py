@@ -23,7 +23,7 @@ class Kept:
     """Its position along the other axes."""
     done: tuple[int, ...]
     """Numbers of the micro-batches in the step, ascending."""
-    sums: Mapping[str, float]
+    sums: Mapping[str, float | list[float]]
     """Sums of the terms of the loss over them, on this rank."""
     counts: Mapping[str, float]
     """Counts of the terms over the whole global batch."""

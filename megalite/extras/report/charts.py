@@ -23,6 +23,9 @@ UNITS = {"steps": "iteration", "tokens": "consumed_tokens", "samples": "consumed
 """Units that curves may run over, each with the figure that it comes from."""
 TITLES = {
     "lm_loss": "Loss (nats per token)",
+    "lm_loss/": "Loss by source",
+    "valid_loss/": "Validation loss by source or set",
+    "bits_per_byte": "Loss in bits per byte of text",
     "learning_rate": "Learning rate",
     "grad_norm": "Norm of all gradients",
     "tokens_per_second": "Tokens per second",
@@ -48,8 +51,8 @@ BESIDE = {"data_time_s", "evaluation_time_s", "save_time_s"}
 """Figures of some lines alone, which stand in one chart as dots."""
 HIDDEN = {"iteration", "consumed_samples", "consumed_tokens", "wall_time", "skipped", "start_time_s"}
 """Figures that are places or marks of a chart, no lines."""
-OF_SOURCE = "consumed_tokens/"
-"""Beginning of the tokens of a source."""
+OF_SOURCE, OF_VALIDATION = "consumed_tokens/", "valid_loss/"
+"""Beginnings of the tokens of a source, and of the validation loss of a source or set."""
 HEAT_MAPS = ("max_expert_load", "min_expert_load")
 
 
@@ -110,7 +113,9 @@ def _base(key: str, run: Recorded) -> str:
         return "time_s"
     if key.endswith("_rank"):
         return key
-    base = key.split("/", 1)[0]
+    base, _, part = key.partition("/")
+    if part and (key.startswith(OF_VALIDATION) or base == run.facts.loss):
+        return f"{base}/"
     for before in ("valid_", "test_"):
         if base.startswith(before):
             base = base.removeprefix(before)

@@ -139,6 +139,8 @@ def ranges(steps: Sequence[int]) -> str:
 def findings(run: Recorded) -> list[str]:
     """Return in plain words what somebody should know first, the worst first."""
     found = list(run.problems)
+    branches = (each for each in run.decisions if each.get("kind") == "branch")
+    found += [printable(f"This run is {each.get('why')}"[:1000]) + "." for each in branches]
     steps = run.steps
     if not len(steps):
         return found

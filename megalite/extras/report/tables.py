@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
-from megalite.extras.report.charts import OF_SOURCE, Chart
-from megalite.extras.report.figures import MARKS, counted, marks, share_text, waits
+from megalite.extras.report.charts import OF_SOURCE, OF_VALIDATION, Chart
+from megalite.extras.report.figures import MARKS, counted, marks, recent_mean, share_text, waits
 from megalite.extras.report.pictures import short
-from megalite.extras.report.recorded import Recorded, flat
+from megalite.extras.report.recorded import Recorded, Table, flat
 from megalite.process.output import printable
 from megalite.training.facts import CAUSES
 
@@ -68,16 +68,28 @@ def samples(run: Recorded, with_name: bool) -> str:
 
 
 def sources(runs: Sequence[Recorded]) -> str:
-    """Return the table of the tokens that runs have consumed by source."""
+    """Return the table of what runs have of each source: consumed tokens, and the last losses."""
+    header = ["source", "tokens", "share", "loss", "validation loss", "bits per byte"]
 
     def of(run: Recorded) -> Iterator[Sequence[str]]:
-        keys = [key for key in run.steps.columns if key.startswith(OF_SOURCE)]
-        found = {key.removeprefix(OF_SOURCE): run.steps.last(key) or 0.0 for key in keys}
-        whole = sum(found.values()) or 1.0
-        for name, tokens in sorted(found.items(), key=lambda item: -item[1]):
-            yield name, short(tokens), share_text(tokens / whole)
+        tokens = {key.removeprefix(OF_SOURCE): run.steps.last(key) or 0.0 for key in _starting(run.steps, OF_SOURCE)}
+        whole = sum(tokens.values()) or 1.0
+        names = dict.fromkeys(sorted(tokens, key=lambda name: -tokens[name]))
+        names |= dict.fromkeys(key.removeprefix(OF_VALIDATION) for key in _starting(run.validation, OF_VALIDATION))
+        for name in names:
+            consumed = (short(tokens[name]), share_text(tokens[name] / whole)) if name in tokens else ("", "")
+            losses = (
+                recent_mean(run.steps.values(f"{run.facts.loss}/{name}")),
+                run.validation.last(f"{OF_VALIDATION}{name}"),
+                run.validation.last(f"valid_bits_per_byte/{name}"),
+            )
+            yield name, *consumed, *("" if loss is None else f"{loss:.4f}" for loss in losses)
 
-    return details("Tokens by source", *_by_run(runs, ["source", "tokens", "share"], of))
+    return details("Sources", *_by_run(runs, header, of))
+
+
+def _starting(table: Table, before: str) -> list[str]:
+    return [key for key in table.columns if key.startswith(before)]
 
 
 def spent(runs: Sequence[Recorded]) -> str:

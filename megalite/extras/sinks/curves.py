@@ -80,11 +80,18 @@ class Curves:
             return NAMES[key]
         if key in ("valid_loss", "test_loss") and "consumed_tokens" in record:
             return VALIDATION if key == "valid_loss" else TEST
-        return key if "/" in key else f"{_group(key)}/{key}"
+        base, _, part = key.partition("/")
+        if part and base in ("valid_loss", "valid_perplexity") and "consumed_tokens" in record:
+            return f"{VALIDATION}-{part}{' ppl' if base == 'valid_perplexity' else ''}"
+        return key if part else f"{_group(key)}/{key}"
+
+
+def _is_over_samples(name: str) -> bool:
+    return name in OVER_SAMPLES or name.startswith(f"{VALIDATION}-")
 
 
 def _group(key: str) -> str:
-    return _GROUP_OF.get(key, "Loss" if key.endswith("loss") else "other")
+    return _GROUP_OF.get(key, "Loss" if key.endswith(("loss", "bits_per_byte")) else "other")
 
 
 def losses(points: Mapping[str, float]) -> dict[str, float]:
@@ -94,4 +101,4 @@ def losses(points: Mapping[str, float]) -> dict[str, float]:
 
 def over_samples(points: Mapping[str, float]) -> dict[str, float]:
     """Return the points that Megatron-LM also draws over consumed samples, by their names there."""
-    return {f"{name} vs samples": value for name, value in points.items() if name in OVER_SAMPLES}
+    return {f"{name} vs samples": value for name, value in points.items() if _is_over_samples(name)}

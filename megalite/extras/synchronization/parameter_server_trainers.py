@@ -89,7 +89,8 @@ class WorkerTrainer(_PartTrainer):
         without_state = replace(config.optimizer, optimizer="sgd", sgd_momentum=0.0, optimizer_backend="auto")
         super().__init__(_with(config, "no_shard", optimizer=without_state), task, synchronization, None, sections)
         self.config, self.directory = config, directory
-        if len(self.terms) > 1 or self.optimizer.module_states or self.optimizer.has_tallies:
+        trained = [term for term in self.terms if term.weight]
+        if len(trained) > 1 or self.optimizer.module_states or self.optimizer.has_tallies:
             raise ConfigurationError(
                 "--asynchronous parameter-server: servers know the count of one loss term, and update weights alone; "
                 "this network has other terms or state, such as those of experts"

@@ -18,7 +18,10 @@ from megalite.extras.translation.shell_expansion import LARGEST
 from megalite.extras.translation.yaml_settings import from_section, read_yaml
 from megalite.small_files import parse_json, read_small_file, reason
 
-_OWN = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "megalite-pretrain", "megalite-pretrain-hybrid")
+_OWN = (
+    *("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "finetune_gpt.py"),
+    *("megalite-pretrain", "megalite-pretrain-hybrid", "megalite-finetune"),
+)
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mimo)\.py")
 
 _READ = (

@@ -58,6 +58,9 @@ _NOT_OF_A_STEP = [
     "mlp_chunks_for_training",
     "eval_iters",
     "eval_interval",
+    "full_validation",
+    "multiple_validation_sets",
+    "validation_set_names",
     "eval_global_batch_size",
     "exit_interval",
     "exit_duration_in_mins",
@@ -218,7 +221,9 @@ def read_command(
         world_size = config.parallel.ranks_needed
         notes.append(f"ranks: {world_size}, the least that the layout needs; the command does not say how many")
     if program is None:
-        program = "megalite" if PurePath(report.program).name.startswith("megalite") else "megatron"
+        # No other program has these flags.
+        only = bool(config.data.loss_weights) or config.data.data_mix_schedule is not None
+        program = "megalite" if only or PurePath(report.program).name.startswith("megalite") else "megatron"
     if config.data.mock_data and program != "megalite":
         notes.append("--mock-data: the samples are those that megalite makes up, and other programs make up others")
     per_token = program == "megalite" or f"--{CALCULATE_PER_TOKEN_LOSS}" in flags

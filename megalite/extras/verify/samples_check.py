@@ -205,6 +205,7 @@ class _Search:
                 right = np.zeros_like(recorded) if expected is None else _numbered(row.own(expected))
             else:
                 right = row.own(sample[field])  # type: ignore[literal-required]  # one of _FIELDS
+                right = right.astype(recorded.dtype)  # weights of tokens are rounded
             if not np.array_equal(recorded, right):
                 yield row.finding(field, row.expected, self._said(field, row, recorded, sample))
 

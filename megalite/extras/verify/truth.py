@@ -79,7 +79,8 @@ def open_data_of(command: Command, recorded: Dataset[SampleFields] | None = None
     config, _ = one_process(command, "fp64")
     if recorded is None:
         return open_data(config)
-    made_up = replace(config.data, mock_data=True, data_path=())
+    # Recorded masks of the loss have the weights of tokens.
+    made_up = replace(config.data, mock_data=True, data_path=(), data_mix_schedule=None, loss_weights=())
     return replace(open_data(replace(config, data=made_up)), train=recorded)
 
 
@@ -256,7 +257,7 @@ class OneProcess:
         loss = float(gradients.sums[LM_LOSS.name]) / gradients.counts[LM_LOSS.name]
         if weighted is not plain:
             loss = mean_loss(losses, plain)
-        terms = (each for each in gradients.terms if each.name != LM_LOSS.name and gradients.counts[each.name])
+        terms = (each for each in gradients.terms if each.name != LM_LOSS.name and gradients.counts.get(each.name))
         others = sum(each.weight * float(gradients.sums[each.name]) / gradients.counts[each.name] for each in terms)
         norm = math.hypot(*norms.values())
         clip = clipping(trainer.config.optimizer, norm)

@@ -21,7 +21,7 @@ FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidd
 --vocab-size 32000 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 64 --bf16 --lr 1
 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LAYOUTS = [
-    "--tp 2 --sequence-parallel --use-distributed-optimizer",
+    "--tp 2 --sequence-parallel --use-distributed-optimizer --ema-decay 0.9",
     "--data-parallel-sharding-strategy optim_grads_params --untie-embeddings-and-output-weights",
     "--data-parallel-sharding-strategy optim_grads --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
@@ -43,7 +43,7 @@ RANKS = 32
 
 
 @pytest.mark.wide_except(
-    "--tp 2 --sequence-parallel --use-distributed-optimizer",
+    "--tp 2 --sequence-parallel --use-distributed-optimizer --ema-decay 0.9",
     "--pp 4 --pipeline-schedule zb-v --recompute-activations",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
     "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given
@@ -25,6 +26,7 @@ from megalite.extras.recovery.unfinished import Kept, deal_of_rest, usable
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import RunningStep, StepObserver
 from megalite.pipeline.schedules import Action
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.campaign import STEPS, Campaign
 from tests.end_to_end.runs import PRETRAIN, metrics
 from tests.extras.recovery.memory import Memory, born
@@ -39,6 +41,7 @@ from tests.harness.close import assert_number_close
 from tests.harness.fault import Fault
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
+from tests.harness.token_files import add_document
 from tests.harness.wide import wide_except
 from tests.unit.test_config_validate import problems
 
@@ -89,7 +92,8 @@ def live(memory: Memory, hosts: Sequence[str], folder: Path, flags: str, steps: 
         with life.trainer.loader:
             for _ in range(steps):
                 metrics = life.trainer.step()
-                found.append((metrics.loss, metrics.grad_norm, metrics.extra.get("kept_micro_batches")))
+                of_sources = {name: loss for name, loss in metrics.extra.items() if name.startswith("lm_loss/")}
+                found.append((metrics.loss, metrics.grad_norm, metrics.extra.get("kept_micro_batches"), of_sources))
                 life.copies.after_step(busy=False)
                 life.wait()
             if dead is not None:
@@ -117,6 +121,7 @@ LAYOUTS = {
     "fewer heads": (4, 2, 2, "--elastic --tp 2"),
     "dropout": (2, 2, 1, "--hidden-dropout 0.1"),
     "offload": (2, 2, 1, "--optimizer-cpu-offload --use-distributed-optimizer"),
+    "blend": (2, 2, 1, "--no-mock-data --data-path 2 {0}/web 1 {0}/code --loss-weights code=0.5"),
 }  # fmt: skip
 CORE = ("heads", "fewer", "tied")
 
@@ -130,7 +135,12 @@ def test_survivors_finish_their_micro_batches_and_others_divide_the_rest(
     ranks, later, dead, flags = LAYOUTS[name]
     if bits and "offload" in flags:
         pytest.skip("fixed point is refused with an optimizer on the host")
-    flags = f"{FINISH} --global-batch-size 12 {flags} {BITWISE if bits else ''}"
+    flags = f"{FINISH} --global-batch-size 12 {flags.format(tmp_path)} {BITWISE if bits else ''}"
+    for source in ("web", "code"):
+        with IndexedDatasetWriter(tmp_path / source, np.uint16) as writer:
+            for start in range(50):
+                add_document(writer, (start + np.arange(40) ** 2) % (28 if source == "web" else 9))
+            writer.finish()
     through = rank_pools(ranks).run(live, memory(ranks), hosts(ranks), tmp_path, flags, 5, None)[0]
     files = memory(ranks)
     rank_pools(ranks).run(live, files, hosts(ranks), tmp_path, flags, 3, dead)
@@ -143,9 +153,15 @@ def test_survivors_finish_their_micro_batches_and_others_divide_the_rest(
     assert kept
     assert any(note.startswith(f"step 4: {kept} of ") for note in notes), (kept, notes)
     assert found[1][2] is None
-    for (loss, norm, _), (wanted, wanted_norm, _) in zip(found, through[2][3:], strict=True):
+    for (loss, norm, _, of_sources), (wanted, wanted_norm, _, wanted_of_sources) in zip(
+        found, through[2][3:], strict=True
+    ):
         if bits:
-            assert (loss, norm) == (wanted, wanted_norm)
+            assert (loss, norm, of_sources) == (wanted, wanted_norm, wanted_of_sources)
+        assert of_sources.keys() == wanted_of_sources.keys()
+        assert bool(of_sources) == (name == "blend")
+        for source, of_source in of_sources.items():
+            assert_number_close(of_source, wanted_of_sources[source], source)
         assert_number_close(loss, wanted, "loss")
         assert_number_close(norm, wanted_norm, "norm")
 

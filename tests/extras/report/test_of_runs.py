@@ -13,7 +13,7 @@ from megalite.extras.report.figures import figures
 from megalite.extras.report.page import document, page
 from megalite.extras.report.recorded import Recorded, read_run
 from tests.end_to_end.runs import BYTES, GPT2, MOCK, PRETRAIN, ROOT, ended, words
-from tests.extras.report.runs import step, write_run
+from tests.extras.report.runs import step, validation, write_run
 from tests.extras.report.test_page import HOSTILE, is_inert
 from tests.harness.job import Job
 from tests.harness.object_store import ObjectStore
@@ -114,6 +114,26 @@ def test_of_many_sources_the_largest_are_drawn(tmp_path: Path) -> None:
     assert not chart.is_heat_map
     assert [line.words for line in chart.lines] == [f"s{each}" for each in range(11, 3, -1)]
     assert page([run]).count("<tr><td>s") == 13  # and time in steps
+
+
+def test_losses_of_sources_have_charts_and_a_table_of_their_own(tmp_path: Path) -> None:
+    """Losses of a source begin where it has given tokens; those of a validation set may be of no source."""
+    lines = [step(n, **{f"consumed_tokens/{name}": 10.0 * n for name in ("web", "code")}) for n in (1, 2, 3)]
+    lines = [line | {"lm_loss/web": 3.0} | ({"lm_loss/code": 2.5} if line["iteration"] > 1 else {}) for line in lines]
+    of_sets = {"valid_loss/web": 2.75, "valid_loss/set": 3.25, "valid_bits_per_byte/web": 1.125}
+    run = read_run(str(write_run(tmp_path, [*lines, validation(3, 3.0, **of_sets)])))
+    found = {chart.title: [line.key for line in chart.lines] for chart in charts([run])}
+    assert found["Loss (nats per token)"] == ["lm_loss", "valid_loss"]
+    assert found["Loss by source"] == ["lm_loss/web", "lm_loss/code"]
+    assert found["Validation loss by source or set"] == ["valid_loss/web", "valid_loss/set"]
+    assert found["Loss in bits per byte of text"] == ["valid_bits_per_byte/web"]
+    rows = [
+        ["web", "30", "50 %", "3.0000", "2.7500", "1.1250"],
+        ["code", "30", "50 %", "2.5000", "", ""],
+        ["set", "", "", "", "3.2500", ""],
+    ]
+    for row in rows:
+        assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" in page([run])
 
 
 @pytest.mark.parametrize("counted", [None, 2**20])

@@ -47,6 +47,14 @@ def test_curves_have_megatrons_names_over_steps_and_over_samples(tmp_path: Path)
     assert set(read(tmp_path / "samples").Tags()["scalars"]) == {f"{name} vs samples" for name in over_samples}
 
 
+def test_curves_of_validation_sets_have_megatrons_names(tmp_path: Path) -> None:
+    of_sets = {"valid_loss/code": 2.0, "valid_perplexity/code": 7.5}
+    written(tmp_path, step(1), evaluation(1, 3.75) | of_sets)
+    assert points(tmp_path, "lm loss validation-code") == [(1, 2.0)]
+    assert points(tmp_path, "lm loss validation-code ppl") == [(1, 7.5)]
+    assert points(tmp_path / "samples", "lm loss validation-code vs samples") == [(8, 2.0)]
+
+
 def test_a_page_begins_with_the_loss(tmp_path: Path) -> None:
     """TensorBoard compares slashes, underscores and digits before other characters, and these by their code."""
     more = {"load_balancing_loss": 1.0, "max_expert_load/1": 2.0, "own_figure": 3.0, "test_loss": 2.0, "critic": 1.0}

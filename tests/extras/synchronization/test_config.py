@@ -26,6 +26,7 @@ ONEBIT_NEEDS = (
     f"{ONEBIT} needs --compression-warmup-iters, at whose end Adam's second moment is frozen, and error feedback"
 )
 SPARSE = f"{COMPRESSION} topk, randomk, threshold, dgc or count-sketch"
+NO_MEAN = "a step has not one set of weights there; drop one of them (megalite-merge-checkpoints averages checkpoints)"
 AVERAGES = "--local-update local-sgd, post-local-sgd, fedavg or diloco"
 FP32 = "what it leaves out is kept in fp32; drop --grad-reduce-in-bf16 and --main-grads-dtype"
 ZERO2 = "--data-parallel-sharding-strategy optim_grads"
@@ -92,6 +93,7 @@ ONE = {
     f"{LOCAL} --bf16 --store-param-remainders --use-precision-aware-optimizer --use-distributed-optimizer": (
         "--local-update local-sgd needs whole master weights: drop --store-param-remainders"
     ),
+    f"{LOCAL} --ema-decay 0.9": f"--ema-decay 0.9 with {LOCAL}: {NO_MEAN}",
     f"{LOCAL} --save d --no-save-optim": (
         "--no-save-optim with --local-update would lose what replicas have not exchanged: save the state, too"
     ),
@@ -230,6 +232,7 @@ SERVERS = {
     ),
     "--overlap-grad-reduce": f"{SERVER}: drop --overlap-grad-reduce: a worker sends its gradients at once",
     "--save d --async-save": f"{SERVER}: drop --async-save",
+    "--ema-decay 0.9": f"--ema-decay 0.9 with {SERVER}: {NO_MEAN}",
     "--fp16": f"{SERVER}: drop --fp16: all workers would share its loss scale",
     "--log-params-norm": f"{SERVER}: drop --log-params-norm: no rank has all masters",
     "--log-num-zeros-in-grad": f"{SERVER}: drop --log-num-zeros-in-grad: no rank has all gradients",

@@ -45,6 +45,8 @@ def test_the_program_decides_the_mean_of_the_loss() -> None:
     assert not read_command(MEGATRON).per_token_loss
     assert read_command(f"{MEGATRON} --calculate-per-token-loss").per_token_loss
     assert read_command(f"megalite-pretrain {FLAGS}").per_token_loss
+    weighted = f"{FLAGS} --no-mock-data --data-path a b --loss-weights a=2"
+    assert read_command(f"python pretrain_gpt.py {weighted}").per_token_loss  # no other program has weights
 
 
 def test_what_a_shell_must_tell_is_asked_for() -> None:

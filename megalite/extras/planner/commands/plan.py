@@ -187,6 +187,8 @@ def completed(argv: Sequence[str]) -> RunConfig:
         )
     if config.parallel.data_parallel_shares is not None:
         raise ConfigurationError("--data-parallel-shares: plans count equal shares. Leave it out")
+    if config.distillation.distill_from is not None:
+        raise ConfigurationError("--distill-from: plans do not count a teacher. Leave it out, and leave room for it")
     return replace(config, data=data, training=training)
 
 

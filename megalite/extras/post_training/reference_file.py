@@ -1,0 +1,107 @@
+"""File of the reference's log-probabilities of all responses, so that training does not hold the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+
+import numpy as np
+import torch
+
+from megalite.config import RunConfig
+from megalite.data.tokenizers import Tokenizer
+from megalite.errors import ConfigurationError
+from megalite.extras.post_training.pairs import open_pairs
+from megalite.parallel import collectives
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.mesh import ParallelMesh
+from megalite.small_files import parse_json
+from megalite.storage import open_directory, read_small, write_atomically
+from megalite.training.data import chat_template
+
+NAME = "reference_log_probabilities"
+_VALUES = np.dtype("<f8")
+_LARGEST_LINE = 1 << 16
+"""Largest line of JSON in bytes."""
+
+
+class ReferenceFile:
+    """A line of JSON that says whose values they are, then the values, little-endian float64.
+
+    Attributes:
+        files: the files of pairs by path.
+        count: number of their responses.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        data, options = config.data, config.preferences
+        assert options.reference_log_probabilities is not None
+        self._given = options.reference_log_probabilities
+        self._path = open_directory(self._given) / NAME
+        self.files = open_pairs(data, config.training.seed, tokenizer, chat_template(data))
+        self.count = sum(map(len, self.files.values()))
+        model = options.reference_model
+        self._model = None if model is None or "://" in model else os.path.realpath(model)
+        self._longest = data.seq_length
+        """Pairs that are longer have no values."""
+        self._of_data = [file.description for file in self.files.values()]
+
+    def read(self, mesh: ParallelMesh) -> np.ndarray | None:
+        """Return the values by the number of the response, on all ranks; None if there is no file.
+
+        Rank 0 reads it. All ranks call it together. Raises CheckpointError if it is of other pairs or of another
+        model, or damaged, and ConfigurationError if it is missing and there is no reference to compute it with.
+        """
+        values = np.zeros(0)
+        with raise_on_all_ranks(mesh, None):
+            if mesh.rank == 0:
+                values = self._read()
+        if not collectives.all_gather_json(len(values), mesh)[0]:
+            if self._model is None:
+                raise ConfigurationError(
+                    f"--reference-log-probabilities {self._given} has no file {NAME}: give --reference-model, the "
+                    "model to compute it with"
+                )
+            return None
+        values = values if mesh.rank == 0 else np.zeros(self.count)
+        shared = torch.from_numpy(values).to(mesh.device)
+        return collectives.all_reduce_(shared, mesh.world()).cpu().numpy()
+
+    def _read(self) -> np.ndarray:
+        """Return the values; none if there is no file. Raises ConfigurationError."""
+        try:
+            largest = self.count * _VALUES.itemsize + _LARGEST_LINE
+            line, _, body = read_small(self._path, largest=largest).partition(b"\n")
+            told = parse_json(line)
+            of, model, longest = told["pairs"], told["model"], told["longest"]
+            is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
+            is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
+            is_shorter = longest < self._longest
+        except FileNotFoundError:
+            return np.zeros(0)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again") from error
+        if of != self._of_data or is_shorter:
+            raise ConfigurationError(
+                f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: "
+                "give another directory as --reference-log-probabilities"
+            )
+        if self._model is not None and model != self._model:
+            raise ConfigurationError(
+                f"{self._path} is of the reference {model}, and --reference-model is {self._model}: give another "
+                "directory as --reference-log-probabilities"
+            )
+        if not is_whole:
+            raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again")
+        return np.frombuffer(body, _VALUES).astype(np.float64)
+
+    def write(self, values: np.ndarray, mesh: ParallelMesh) -> None:
+        """Write the values, on rank 0. All ranks call it together."""
+        with raise_on_all_ranks(mesh, f"writing {self._path}"):
+            if mesh.rank == 0:
+                body = values.astype(_VALUES).tobytes()
+                told = {"pairs": self._of_data, "model": self._model, "longest": self._longest}
+                line = json.dumps({**told, "crc32": zlib.crc32(body)}).encode()
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._path, line + b"\n" + body)

@@ -1,0 +1,501 @@
+"""Low-rank adapters of linear layers: LoRA (arXiv:2106.09685), rsLoRA (arXiv:2312.03732), DoRA (arXiv:2402.09353).
+
+A layer with the frozen weights W has two small matrices for each matrix that it applies, of which B begins with zeros:
+
+    y = W x + scale * B (A x);    with DoRA, (|W| + m) / |W + scale * B A| * (W x + scale * B (A x)), by row
+
+Matrices are those that the records of the weights name (`LogicalTensor.matrices`): a fused weight has adapters for each
+part by itself, as PEFT has. Their places follow from that of the weight. A rank has the rows of B that it has of W, and
+the columns of A. What is not split (A of a column-parallel layer, B of a row-parallel one) has a gradient that is
+partial over the ranks of the layer. So A x is one more product of the input that the layer gathers anyway, and B is
+applied before the sum over the ranks: adapters send no messages of their own.
+
+DoRA learns the difference m between the lengths of rows and their first ones, which begins with zeros whatever the
+weights are. As in PEFT, the norm has no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.adapters import SHORT_NAMES, AdaptersConfig
+from megalite.errors import ConfigurationError
+from megalite.parallel import collectives
+from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
+from megalite.parallel.placement import stacked
+from megalite.parallel.randomness import RandomKey, Site
+from megalite.parallel.sequence import Runs, SequenceLayout
+from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piece, Sharding
+
+A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
+"""Last words of the names of adapters' tensors, behind the name of a matrix."""
+
+
+@dataclass(frozen=True)
+class Even:
+    """Initial values drawn evenly between -bound and bound."""
+
+    shape: tuple[int, ...]
+    bound: float
+
+    def __call__(self, generator: torch.Generator) -> Tensor:
+        return (torch.rand(self.shape, generator=generator) * 2 - 1) * self.bound
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor of an adapter, whose dimensions are some of those of the adapted tensor, and the rank.
+
+    Attributes:
+        dimensions: for each dimension, that of the adapted tensor; None for the rank.
+        columns: number of last dimensions that are the columns of the local matrix; 0 for a vector.
+    """
+
+    tensor: LogicalTensor
+    dimensions: tuple[int | None, ...]
+    rank: int
+    columns: int
+
+    def place(self, piece: Piece, like: Sharding, over: Group | None) -> Sharding:
+        """Return the placement beside a piece of a weight.
+
+        Args:
+            like: the placement of the weight, as which the factor is replicated.
+            over: the ranks of the layer, if each of them has the whole factor and a part of its gradient.
+        """
+        size = self.sizes(piece.box.size)
+        box = Box(tuple(0 if d is None else piece.box.offset[d] for d in self.dimensions), size)
+        splits = tuple((self.dimensions.index(d), axis) for d, axis in piece.splits if d in self.dimensions)
+        rows = math.prod(size[: len(size) - self.columns])
+        shape = (rows, math.prod(size[len(size) - self.columns :])) if self.columns else (rows,)
+        placed = replace(like, local_shape=shape, pieces=(Piece(self.tensor, box, 0, rows, splits),))
+        return placed if over is None else replace(placed, replica_ranks=over.ranks, grad_is_partial=over.size > 1)
+
+    def sizes(self, of_tensor: Sequence[int]) -> tuple[int, ...]:
+        """Return the lengths of the dimensions, given those of the adapted tensor or of a box of it."""
+        return tuple(self.rank if d is None else of_tensor[d] for d in self.dimensions)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a logical tensor, or one of each expert, that can have an adapter.
+
+    Attributes:
+        name: that of the tensor, or of a part of it: `attention.key` and `attention.value` of `attention.key_value`.
+        part: the dimension of the tensor that enumerates its parts, and the number of this one; None if it has none.
+    """
+
+    name: str
+    tensor: LogicalTensor
+    part: tuple[int, int] | None = None
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Dimensions of the tensor that enumerate experts."""
+        return tuple(d for d in self.tensor.matrix_dimensions if self.part is None or d != self.part[0])
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Dimensions of the tensor that are columns: its last ones."""
+        return self.tensor.column_dimensions
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Dimensions of the tensor that are experts and rows."""
+        own = range(len(self.tensor.shape) - len(self.columns))
+        return tuple(d for d in own if self.part is None or d != self.part[0])
+
+    def a(self, rank: int) -> Factor:
+        """Return A, [experts, rank, columns], with PEFT's initial values."""
+        experts, columns = (" ".join(f"d{d}" for d in each) for each in (self.experts, self.columns))
+        pattern = f"{experts} rank {columns} -> {experts or 1} rank ({columns})"
+        factor = self._factor(A, (*self.experts, None, *self.columns), pattern, rank, len(self.columns))
+        drawn = Drawn(Even(factor.tensor.shape, 1 / math.sqrt(self.tensor.matrix_size[1])))
+        return replace(factor, tensor=replace(factor.tensor, initial=drawn))
+
+    def b(self, rank: int) -> Factor:
+        """Return B, [experts and rows as in the tensor, rank], which begins with zeros."""
+        experts, rows, every = (
+            " ".join(f"d{d}" for d in each)
+            for each in (self.experts, [d for d in self.rows if d not in self.experts], self.rows)
+        )
+        return self._factor(B, (*self.rows, None), f"{every} rank -> {experts or 1} ({rows}) rank", rank, 1)
+
+    def factors(self, config: AdaptersConfig) -> list[Factor]:
+        """Return all tensors of an adapter."""
+        rank = config.lora_rank or 0
+        return [self.a(rank), self.b(rank), *([self.magnitude()] if config.use_dora else [])]
+
+    def magnitude(self) -> Factor:
+        """Return the difference of the lengths of rows to their first ones, [experts and rows as in the tensor]."""
+        return self._factor(MAGNITUDE, self.rows, None, 0, 0)
+
+    def _factor(
+        self, word: str, dimensions: tuple[int | None, ...], matrices: str | None, rank: int, columns: int
+    ) -> Factor:
+        tensor = LogicalTensor(f"{self.name}.{word}", (), Constant(0.0), matrices is not None, matrices)
+        factor = Factor(tensor, dimensions, rank, columns)
+        return replace(factor, tensor=replace(tensor, shape=factor.sizes(self.tensor.shape)))
+
+    def check(self, rank: int) -> None:
+        """Raise ConfigurationError for a rank that no update of this matrix has."""
+        if rank > min(self.tensor.matrix_size):
+            rows, columns = self.tensor.matrix_size
+            raise ConfigurationError(
+                f"--lora-rank {rank} is more than {self.name} [{rows}, {columns}] can have: give a lower one, or leave "
+                "the matrix out of --lora-target-modules"
+            )
+
+
+def matrices_of(tensor: LogicalTensor) -> list[Matrix]:
+    """Return the matrices of a tensor that can have adapters; none if its record names none."""
+    if tensor.matrices is None:
+        return []
+    name = tensor.name.removesuffix(".weight")
+    begin, dot, last = name.rpartition(".")
+    words, dimensions = last.split("_"), tensor.matrix_dimensions
+    if dimensions and len(words) == 2 and tensor.shape[dimensions[-1]] == 2:
+        return [Matrix(f"{begin}{dot}{word}", tensor, (dimensions[-1], at)) for at, word in enumerate(words)]
+    return [Matrix(name, tensor)]
+
+
+def is_target(name: str, targets: Sequence[str]) -> bool:
+    """Tell whether `--lora-target-modules` has a matrix of this name."""
+    given = [SHORT_NAMES.get(target, target) for target in targets]
+    return any(fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}") for target in given)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of the rows of a weight that belongs to one matrix, and the rows of B for it.
+
+    Attributes:
+        weight: the number of the weight among those of the layer.
+        piece: the piece of the weight.
+        part: `Matrix.part`.
+        columns: number of last dimensions of the weight's tensor that are columns.
+        first: the first column of the piece in the layer's output.
+        inner: columns of A x.
+        rows: rows of the layer's B for this weight.
+    """
+
+    weight: int
+    piece: Piece
+    part: tuple[int, int] | None
+    columns: int
+    first: int
+    inner: slice
+    rows: slice
+
+    @cached_property
+    def _shape(self) -> tuple[int, ...]:
+        return self.piece.box.size[: len(self.piece.box.size) - self.columns]
+
+    def of_output(self, output: Tensor) -> Tensor:
+        """View columns of an output [tokens, columns] as [tokens, rows of B], or as [tokens, ..., ...]."""
+        found = output[:, self.first : self.first + self.piece.rows]
+        if self.part is None:
+            return found
+        found = found.unflatten(1, self._shape).select(1 + self.part[0], self.part[1])
+        return found.flatten(1) if math.prod(self._shape[: self.part[0]]) == 1 else found
+
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """Return rows of a weight [rows of B, columns]."""
+        found = self.piece.view(weight)
+        found = found if self.part is None else found.select(*self.part)
+        return found.reshape(self.rows.stop - self.rows.start, -1)
+
+
+@dataclass(frozen=True)
+class _Products(Gradient):
+    """The gradient of a parameter whose rows are each a factor of one product."""
+
+    products: tuple[tuple[slice, ProductGradient], ...]
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        for rows, product in self.products:
+            product.add_to(target[rows], overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class Update:
+    """Addition to the output of a linear layer, from A x of all its matrices, [tokens, inner].
+
+    Attributes:
+        width: number of columns of the output.
+        over: the ranks that have other columns of the weights; None if each has all columns.
+    """
+
+    scale: float
+    terms: tuple[Term, ...]
+    width: int
+    over: Group | None = None
+
+    @property
+    def weights(self) -> int:
+        """Number of adapted weights, each with a B."""
+        return self.terms[-1].weight + 1
+
+    def add(self, output: Tensor, inner: Tensor, b: Sequence[Tensor]) -> None:
+        """Add scale * B (A x) to [tokens, columns], and multiply A x with the scale, both in place."""
+        inner.mul_(self.scale)
+        for term in self.terms:
+            place, rows = term.of_output(output), b[term.weight][term.rows].t()
+            if place.dim() == 2:
+                place.addmm_(inner[:, term.inner], rows)
+            else:
+                place.add_((inner[:, term.inner] @ rows).view(place.shape))
+
+    def of_inner(self, gradient: Tensor, a: Tensor, b: Sequence[Tensor]) -> Tensor:
+        """Return the gradient of A x, from that of the output, [tokens, columns]."""
+        found = gradient.new_zeros(len(gradient), len(a))
+        for term in self.terms:
+            rows = b[term.weight].detach()[term.rows]
+            found[:, term.inner].addmm_(term.of_output(gradient).flatten(1), rows, alpha=self.scale)
+        return found
+
+    def of_b(self, gradient: Tensor, inner: Tensor, weight: int) -> Gradient:
+        """Return the gradient of the rows of B for a weight. `inner`: scale * A x."""
+        return _Products(
+            tuple(
+                (term.rows, ProductGradient(term.of_output(gradient).flatten(1), inner[:, term.inner]))
+                for term in self.terms
+                if term.weight == weight
+            )
+        )
+
+    def row_factors(
+        self, weights: Sequence[Tensor], a: Tensor, b: Sequence[Tensor], magnitudes: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the factors of the output's columns, [width], by which rows get the lengths of DoRA."""
+        # In fp32 or wider: a difference of lengths of a thousandth would be lost in bf16.
+        wide = torch.promote_types(a.dtype, torch.float32)
+        factors = torch.ones(self.width, dtype=wide, device=a.device)
+        for term in self.terms:
+            first, now = self._lengths(term, weights[term.weight], a, b[term.weight])
+            columns = term.of_output(torch.arange(self.width, device=a.device)[None]).flatten()
+            factors = factors.index_copy(0, columns, (first + magnitudes[term.weight][term.rows].to(wide)) / now)
+        return factors.to(a.dtype)
+
+    @torch.no_grad()
+    def _lengths(self, term: Term, weight: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        """Return the lengths of rows without and with the update, of one matrix."""
+        rows = term.of_weight(weight)
+        both = torch.stack([rows, torch.addmm(rows, b[term.rows], a[term.inner], alpha=self.scale)])
+        squares = both.to(torch.promote_types(both.dtype, torch.float32)).square_().sum(-1)
+        if self.over is not None:
+            squares = collectives.all_reduce_(squares, self.over)
+        return squares.sqrt_().unbind()
+
+
+class Places(Protocol):
+    """Places in their samples of the tokens of a micro-batch, for dropout."""
+
+    @property
+    def key(self) -> RandomKey: ...
+
+    @property
+    def layout(self) -> SequenceLayout: ...
+
+    @property
+    def rows(self) -> Runs: ...
+
+
+class Adaptable(nn.Module):
+    """A linear layer that can have adapters. Their parameters are its own, as what waits for parameters expects.
+
+    Attributes:
+        update: what adapters add to the output; None if there are none.
+        can_have_adapters: False for a layer that a loss of its own trains.
+        splits_output: True if a sum over the ranks of the layer leaves each with a part of the tokens.
+        a: A of all adapted matrices, one below the other.
+        b: B for each adapted weight, by the rows of the weight.
+        magnitudes: those of DoRA for each adapted weight; empty without it.
+    """
+
+    update: Update | None = None
+    can_have_adapters = True
+    splits_output = False
+    a: Parameter
+    b: nn.ParameterList
+    magnitudes: nn.ParameterList
+    _dropout: float = 0.0
+
+    def weights_to_adapt(self) -> list[Parameter]:
+        """Return the weights of the layer."""
+        raise NotImplementedError
+
+    def ranks_of_factors(self) -> tuple[Group | None, Group | None]:
+        """Return the ranks that have all of A, and of B, with partial gradients; None: it is placed as the weight."""
+        raise NotImplementedError
+
+    def matrices(self) -> list[Matrix]:
+        """Return the matrices of the layer that can have adapters."""
+        pieces = (piece for weight in self.weights_to_adapt() for piece in weight.sharding.pieces)
+        tensors = {piece.tensor.name: piece.tensor for piece in pieces}
+        return [matrix for tensor in tensors.values() for matrix in matrices_of(tensor)]
+
+    def chosen(self, config: AdaptersConfig) -> list[Matrix]:
+        """Return those of the matrices that the configuration names.
+
+        Raises ConfigurationError if one of them cannot have adapters of its rank.
+        """
+        found = [matrix for matrix in self.matrices() if is_target(matrix.name, config.lora_target_modules)]
+        for matrix in found:
+            matrix.check(config.lora_rank or 0)
+        return found
+
+    def adapt(self, config: AdaptersConfig) -> list[str]:
+        """Give adapters to the matrices that the configuration names, and return their names."""
+        assert config.lora_rank is not None
+        rank, weights, chosen = config.lora_rank, self.weights_to_adapt(), self.chosen(config)
+        if not chosen:
+            return []
+        with_a, with_b = self.ranks_of_factors()
+        of_a: dict[str, Sharding] = {}
+        terms: list[Term] = []
+        self._adapted, adapters = list[int](), list[list[Sharding]]()
+        column = 0
+        for number, weight in enumerate(weights):
+            like, found, row = weight.sharding, list[tuple[Sharding, Sharding]](), 0
+            for piece, matrix in itertools.product(like.pieces, chosen):
+                if piece.tensor.name != matrix.tensor.name:
+                    continue
+                of_a.setdefault(matrix.name, matrix.a(rank).place(piece, like, with_a))
+                placed, lengths = (each.place(piece, like, with_b) for each in (matrix.b(rank), matrix.magnitude()))
+                if with_b is not None:  # lengths are applied behind the sum over the ranks
+                    lengths = replace(lengths, grad_is_partial=self.splits_output)
+                found.append((placed, lengths))
+                inner, rows = chosen.index(matrix) * rank, placed.local_shape[0]
+                terms.append(
+                    Term(
+                        weight=len(adapters),
+                        piece=piece,
+                        part=matrix.part,
+                        columns=len(matrix.columns),
+                        first=column + piece.row,
+                        inner=slice(inner, inner + rank),
+                        rows=slice(row, row + rows),
+                    )
+                )
+                row += rows
+            if found:
+                self._adapted.append(number)
+                adapters.append([stacked([each[kind] for each in found]) for kind in range(2)])
+            column += len(weight)
+        self.update = Update(config.lora_scale, tuple(terms), column, with_b)
+        self._dropout, self._key = config.lora_dropout, chosen[0].name
+
+        def parameter(place: Sharding) -> Parameter:
+            return Parameter(place, weights[0].dtype, weights[0].device)
+
+        self.a = parameter(stacked([of_a[matrix.name] for matrix in chosen]))
+        self.b = nn.ParameterList(parameter(b) for b, _ in adapters)
+        self.magnitudes = nn.ParameterList(parameter(each) for _, each in adapters if config.use_dora)
+        return [matrix.name for matrix in chosen]
+
+    def adapted(
+        self, product: Callable[..., Tensor], input: Tensor, weights: Sequence[Parameter], places: Places | None
+    ) -> Tensor:
+        """Return the output of the layer with its adapters.
+
+        Args:
+            product: returns the sum of the products of an input with weights, and of an update if there is one.
+            places: of the tokens of the input, for dropout.
+        """
+        if self.update is None:
+            return product(input, None, *weights)
+        if self._dropout and self.training:
+            output = product(input, None, *weights)
+            output = output + product(self._dropped(input, places), self.update, self.a, *self.b)
+        else:
+            output = product(input, self.update, *weights, self.a, *self.b)
+        if self.magnitudes:
+            frozen = [self.weights_to_adapt()[number] for number in self._adapted]
+            output = output * self.update.row_factors(frozen, self.a, list(self.b), list(self.magnitudes))
+        return output
+
+    def merged_weight(self, weight: Parameter) -> Tensor:
+        """Return the only weight of a layer with its adapters merged, whose gradients autograd adds; or it itself."""
+        if self.update is None:
+            return weight
+        if self._dropout and self.training:
+            raise ConfigurationError(f"--lora-dropout: {self._key} is merged before its input is there: give 0")
+        merged = torch.addmm(weight, self.b[0], self.a, alpha=self.update.scale)
+        if self.magnitudes:
+            lengths = self.update.row_factors([weight], self.a, list(self.b), list(self.magnitudes))
+            merged = merged * lengths[:, None]
+        return merged
+
+    def rows_of_input(self, places: Places) -> Runs:
+        """Return the indices in the sample of the tokens of the input."""
+        return places.rows
+
+    def _dropped(self, input: Tensor, places: Places | None) -> Tensor:
+        """Return the input with dropout, whose mask is that of the unsplit input on all ranks."""
+        if places is None:
+            raise ConfigurationError(f"--lora-dropout: {self._key} is not told the places of its tokens: give 0")
+        box, tensor = self.a.sharding.pieces[0].box, self.a.sharding.pieces[0].tensor
+        size = len(tensor.shape) - len(tensor.column_dimensions)
+        width, own = math.prod(tensor.shape[size:]), input.shape[-1]
+        first = box.offset[size] * (own // box.size[size])
+        number = int.from_bytes(hashlib.blake2b(self._key.encode(), digest_size=4).digest(), "little") >> 1
+        ones = input.new_ones(*input.shape[:-1], width)
+        mask = places.key.drop(ones, self._dropout, Site(number, "adapter"), self.rows_of_input(places))
+        return input * mask[..., first : first + own]
+
+
+def add_adapters(network: nn.Module, config: AdaptersConfig) -> list[str]:
+    """Freeze a network, and give trained adapters to the matrices that the configuration names.
+
+    Returns:
+        The names of these matrices.
+    """
+    network.requires_grad_(False)
+    return [name for layer in _adaptable(network) for name in layer.adapt(config)]
+
+
+def adaptable_matrices(network: nn.Module) -> list[Matrix]:
+    """Return the matrices of a network that can have adapters."""
+    return [matrix for layer in _adaptable(network) for matrix in layer.matrices()]
+
+
+def _adaptable(network: nn.Module) -> list[Adaptable]:
+    return [each for each in network.modules() if isinstance(each, Adaptable) and each.can_have_adapters]
+
+
+def is_adapters(name: str) -> bool:
+    """Tell whether a tensor of this name belongs to an adapter."""
+    return name.rpartition(".")[2] in (A, B, MAGNITUDE)
+
+
+def freeze(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose tensors all have names that match a pattern."""
+    for parameter in network.parameters():
+        if isinstance(parameter, Parameter) and parameter.requires_grad:
+            names = [piece.tensor.name for piece in parameter.sharding.pieces]
+            parameter.requires_grad_(not all(is_frozen(name, patterns) for name in names))
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether `--freeze` has a weight of this name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def train_a_part(network: nn.Module, config: AdaptersConfig) -> None:
+    """Add the adapters that a configuration asks for, or freeze the weights that it names."""
+    if config.lora_rank is not None:
+        add_adapters(network, config)
+    elif config.freeze:
+        freeze(network, config.freeze)

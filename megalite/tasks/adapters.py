@@ -1,0 +1,146 @@
+"""Runs that train a part of a GPT: adapters beside a base that another folder has, or all weights but frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint import Candidates
+from megalite.checkpoint.fingerprint import BASE
+from megalite.config import CheckpointConfig, ModelConfig
+from megalite.config.adapters import AdaptersConfig
+from megalite.config.fields import flag_of
+from megalite.conversion.native import open_base
+from megalite.conversion.opened import OpenedModel
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.model.gpt import GPT
+from megalite.optim.layout import unique_parameters
+from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, open_directory
+from megalite.training.resume import ResumePoint
+
+_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora"
+"""Fields on which the function of adapters depends."""
+
+
+def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
+    """Raise ConfigurationError for a name that the network does not have, or for what cannot be adapted or frozen."""
+    if adapters.lora_rank is None and not adapters.freeze:
+        return
+    network = GPT(model, ParallelMesh(device=torch.device("meta")))
+    if adapters.lora_rank is not None:
+        matrices = adaptable_matrices(network)
+        for target in adapters.lora_target_modules:
+            chosen = [matrix for matrix in matrices if is_target(matrix.name, [target])]
+            if not chosen:
+                there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
+                raise ConfigurationError(
+                    f"--lora-target-modules {target}: no matrix of this network has this name; it has "
+                    f"{', '.join(there)}, such as {matrices[0].name}"
+                )
+            for matrix in chosen:
+                matrix.check(adapters.lora_rank)
+    if adapters.freeze:
+        problems = list(_freeze_problems(network, adapters.freeze))
+        if problems:
+            raise ConfigurationError("\n".join(problems))
+
+
+def _freeze_problems(network: GPT, patterns: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each problem of --freeze. On one rank, all is one parameter that is so on any rank."""
+    names = [parameter.sharding.name.split("+") for parameter in unique_parameters(network)]
+    every = [name for fused in names for name in fused]
+    for pattern in patterns:
+        if not any(is_frozen(name, [pattern]) for name in every):
+            begins = dict.fromkeys(name.partition(".")[0] for name in every)
+            yield (
+                f"--freeze {pattern}: no weight of this network has such a name; names begin with {', '.join(begins)}, "
+                f"such as {every[-1]}"
+            )
+    if all(is_frozen(name, patterns) for name in every):
+        yield "--freeze names all weights: leave some to train"
+    for fused in names:
+        frozen = [name for name in fused if is_frozen(name, patterns)]
+        if frozen and (trained := [name for name in fused if name not in frozen]):
+            yield f"--freeze has {frozen[0]}, and not {trained[0]}, with which it is one tensor in memory: name both"
+
+
+def saved_adapters(path: AnyPath, config: Mapping[str, Any]) -> AdaptersConfig:
+    """Return the options of the run that saved the checkpoint at `path` with this configuration."""
+    return checkpoint.saved_section(path, config, AdaptersConfig)
+
+
+def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+    """Raise CheckpointError if a checkpoint has adapters that this run has not, or others."""
+    saved = saved_adapters(path, config)
+    if saved.lora_rank is None:
+        return
+    if own.lora_rank is None:
+        raise CheckpointError(
+            f"{path} has adapters alone: give --lora-rank {saved.lora_rank} and the other flags of its run to train "
+            "them on, or merge them into their base (tools/checkpoint/convert.py) and load that"
+        )
+    check_same_adapters(str(path), saved, own)
+
+
+def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig) -> None:
+    """Raise CheckpointError if the adapters of `what` have other options than this run's."""
+    different = [
+        f"{flag_of(name)}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
+        for name in _SAME.split()
+        if getattr(saved, name) != getattr(own, name)
+    ]
+    if different:
+        raise CheckpointError("\n  ".join([f"{what} has other adapters than this run:", *different]))
+
+
+def check_same_trained(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+    """Raise CheckpointError if the run that saved a checkpoint has frozen other weights."""
+    saved = saved_adapters(path, config)
+    if saved.freeze != own.freeze:
+        raise CheckpointError(
+            f"{path} is of a run that trained other weights, and its optimizer state is not of those of this one: "
+            f"--freeze {' '.join(saved.freeze) or 'nothing'}, here {' '.join(own.freeze) or 'nothing'}. Give "
+            "--no-load-optim to go on with new state, --finetune to begin at step 0"
+        )
+
+
+def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
+    """Return where a run with adapters starts: from adapters, or from the weights that it adapts.
+
+    Raises CheckpointError, the same on all ranks, if --save has checkpoints of a run without adapters.
+    """
+    paths = found.candidates.paths
+    if not paths:
+        return found
+    with raise_on_all_ranks(mesh, None):
+        _, saved, _ = checkpoint.newest_whole(paths, lambda path: saved_adapters(path, checkpoint.read_config(path)))
+        if saved.lora_rank is not None:
+            return found
+        if found.branches:
+            raise ConfigurationError(
+                f"--branch-from {settings.branch_from} is of a run without adapters, with which these begin a run of "
+                "their own: give its directory by --load"
+            )
+        if settings.save is not None and paths[0].parent == open_directory(settings.save):
+            raise ConfigurationError(
+                f"--save {settings.save} has {paths[0].name} of a run without adapters: give --load {settings.save} "
+                "and another --save"
+            )
+    return replace(found, candidates=Candidates(notes=found.candidates.notes), model=paths[0])
+
+
+def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
+    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: the one that it names, or --load.
+
+    Raises CheckpointError if it is neither.
+    """
+    if config.get(BASE, {}).get("path") is None:  # the initial weights
+        return None
+    return open_base(path, config, settings.load, verify=False)  # the trainer compares what all ranks have loaded

@@ -1,0 +1,128 @@
+"""Runs that train a part of a network: adapters beside a base that a checkpoint names, and frozen weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.runs import (
+    LLAMA,
+    MOCK,
+    PRETRAIN,
+    Run,
+    assert_same_checkpoint,
+    losses,
+    metrics,
+    saved_tensors,
+    saved_weights,
+    words,
+)
+from tests.harness.close import assert_bits_equal
+from tests.harness.job import Job
+from tests.harness.tool import run_tool
+
+CONSTANT = (*LLAMA, *words("--lr-decay-style constant"))
+LORA = words("--lora-rank 4 --lora-alpha 8")
+RESUMED = words("--resume auto")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the run directory of two steps of all weights."""
+    folder = tmp_path_factory.mktemp("base")
+    argv: list[Any] = [PRETRAIN, *MOCK, *CONSTANT, "--train-iters", 2, "--save", folder / "run"]
+    with Job(argv, 1, folder / "job") as job:
+        assert job.wait() == [0], job.stderr(0)
+    return folder / "run"
+
+
+def step(directory: Path, number: int) -> Path:
+    return directory / f"iter_{number:07d}"
+
+
+def test_adapters_alone_are_saved_and_continue_bit_for_bit(run: Run, base: Path, tmp_path: Path) -> None:
+    flags = (*CONSTANT, *LORA, "--load", base, "--use-dora")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(*flags, "--train-iters", 4, "--save", whole)
+    run(*flags, "--train-iters", 2, "--save", parts)
+    run(*flags, "--train-iters", 4, "--save", parts, *RESUMED)
+    assert_same_checkpoint(step(parts, 4), step(whole, 4))
+    saved = saved_tensors(step(whole, 4))
+    assert all(".lora_" in name for name in saved)
+    assert {name.split("/")[0] for name in saved} == {"model", "optimizer"}
+    named = json.loads((step(whole, 4) / "manifest.json").read_text())["config"]["base"]
+    assert named["path"] == str(step(base, 2))
+    of_ranks = words("--tensor-model-parallel-size 2 --load")
+    run_tool("reshard", *of_ranks, parts, "--save", tmp_path / "of ranks")
+    assert_same_checkpoint(step(tmp_path / "of ranks", 4), step(whole, 4))
+    shutil.rmtree(parts)
+    shutil.move(tmp_path / "of ranks", parts)
+    run(*flags, *words("--tp 2 --sequence-parallel"), "--train-iters", 5, "--save", parts, *RESUMED, world_size=2)
+    run(*CONSTANT, *LORA, "--use-dora", "--train-iters", 5, "--save", whole, *RESUMED)
+    assert abs(losses(parts)[-1] - losses(whole)[-1]) < 1e-5
+
+
+def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path: Path) -> None:
+    own, save = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run"
+    flags = (*CONSTANT, *LORA, "--load", own)
+    run(*flags, "--train-iters", 1, "--save", save)
+    more = (*CONSTANT, "--train-iters", 2, "--save", save, *RESUMED)
+    assert "has adapters alone: give --lora-rank 4" in run(*more, expected=93).stderr
+    other = run(*more, *words("--lora-rank 4 --lora-alpha 4"), expected=93).stderr
+    assert "--lora-alpha: 8.0 in the checkpoint, 4.0 in this run" in other
+    target = run(*flags, "--lora-target-modules", "w1", "--train-iters", 1, expected=64).stderr
+    assert "--lora-target-modules w1: no matrix of this network has this name; it has query, key, value" in target
+    shutil.rmtree(own)
+    assert "has adapters of a base that cannot be opened" in run(*more, *LORA, expected=93).stderr
+    run(*CONSTANT, "--train-iters", 2, "--save", own)
+    shutil.rmtree(step(own, 2))
+    shutil.copytree(step(base, 2), step(own, 2))
+    run(*more, *LORA)  # the same weights, in another copy
+    run(*CONSTANT, "--train-iters", 3, "--save", own, *RESUMED)
+    shutil.rmtree(step(own, 2))
+    step(own, 3).rename(step(own, 2))
+    changed = run(*more[:-2], *LORA, *RESUMED, "--train-iters", 3, expected=93).stderr
+    assert f"has adapters of other weights than {step(own, 2)} gives now" in changed
+
+
+def test_frozen_weights_stay_and_have_no_state(run: Run, base: Path, tmp_path: Path) -> None:
+    frozen = words("--freeze embedding.* layers.0.*")
+    flags = (*CONSTANT, "--load", base, "--finetune", *frozen, "--save", tmp_path / "run")
+    run(*flags, *words("--pp 2 --use-distributed-optimizer"), "--train-iters", 2, world_size=2)
+    before, after = saved_weights(step(base, 2)), saved_weights(step(tmp_path / "run", 2))
+    for name, values in after.items():
+        if name.startswith(("embedding.", "layers.0.")):
+            assert_bits_equal(values, before[name], name)
+        else:
+            assert not values.equal(before[name]), name
+    state = {name for name in saved_tensors(step(tmp_path / "run", 2)) if name.startswith("optimizer/")}
+    assert state
+    assert not any("embedding" in name or "layers.0" in name for name in state)
+    other = run(*CONSTANT, "--train-iters", 3, "--save", tmp_path / "run", *RESUMED, expected=93).stderr
+    assert "is of a run that trained other weights" in other
+
+
+def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, tmp_path: Path) -> None:
+    """A run that continues with the adapters in such a folder begins with the loss that the first one would have."""
+    own = tmp_path / "run"
+    run(*CONSTANT, *LORA, "--load", base, "--train-iters", 2, "--save", own)
+    run_tool("convert", *words("--loader megalite --saver peft --load-dir"), own, "--save-dir", tmp_path / "peft")
+    merge = words("--loader megalite --saver megalite --load-dir")
+    run_tool("convert", *merge, own, "--save-dir", tmp_path / "merged")
+    assert saved_weights(step(tmp_path / "merged", 0)).keys() == saved_weights(step(base, 2)).keys()
+    short = words("--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 0 --eval-iters 0 --train-iters 1")
+    run(*short, "--load", tmp_path / "peft", "--save", tmp_path / "of peft")
+    run(*CONSTANT, "--train-iters", 1, "--load", tmp_path / "merged", "--finetune", "--save", tmp_path / "of merged")
+    assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of merged")[0]) < 1e-5
+    assert all(".lora_" in name for name in saved_tensors(step(tmp_path / "of peft", 1)))
+    run(*CONSTANT, "--train-iters", 1, "--load", base, "--finetune", "--save", tmp_path / "of base")
+    assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of base")[0]) > 1e-4
+    # As a teacher, too, the folder is the model that its adapters make.
+    for name in ("peft", "merged"):
+        run(*CONSTANT, "--train-iters", 1, "--distill-from", tmp_path / name, "--save", tmp_path / f"taught by {name}")
+    taught = [metrics(tmp_path / f"taught by {name}")[0]["distill_loss"] for name in ("peft", "merged")]
+    assert abs(taught[0] - taught[1]) < 1e-5 < taught[0]

@@ -1,0 +1,161 @@
+"""Training with a teacher, on layouts that split both networks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import DataConfig
+from megalite.config.distillation import DistillationConfig
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.errors import ConfigurationError
+from megalite.extras.post_training.distillation import DISTILL_LOSS, check_teacher
+from megalite.extras.post_training.export import export_weights
+from tests.distributed import layout_cell
+from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
+from tests.distributed.layout_expected import assemble, on_ranks, one_thread
+from tests.distributed.layout_run import SEED
+from tests.distributed.post_training_run import Policy, exported
+from tests.extras.post_training.distillation_run import configuration, distilled_steps
+from tests.harness.close import assert_gradient_close
+from tests.harness.rank_pool import RankPools
+from tests.oracle import loss_sum_and_count
+
+WHOLE = DistillationConfig(distill_weight=0.3, distill_temperature=2.0)
+FEW = DistillationConfig(distill_weight=0.6, distill_temperature=0.7, distill_top_k=5)
+LAYOUTS = {
+    "alone": {"micro_batch_size": 2},
+    "tp2-sequence": {"tp": 2, "sequence_parallel": True},
+    "dp2-zero3": {"dp": 2, "zero": 3, "overlap": "reduce and gather"},
+    "cp2-zero1": {"cp": 2, "zero": 1},
+    "pp2": {"pp": 2, "schedule": "zb-v"},
+    "tp2": {"tp": 2, "micro_batch_size": 2},
+    "dp2-zero2": {"dp": 2, "zero": 2, "micro_batch_size": 2},
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2"},
+    "pp2-zero3": {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce"},
+}
+NOT_WIDE = ("alone", "tp2-sequence", "dp2-zero3", "cp2-zero1", "pp2")
+
+
+def teacher_of(student: Cell) -> Cell:
+    """Return a larger network with the same vocabulary."""
+    return Cell("llama", key_values="gqa", tied=student.tied, vocabulary=student.vocabulary)
+
+
+@functools.cache
+@one_thread()
+def teacher_logits(student: Cell) -> Tensor:
+    """Return the logits of the teacher for the student's samples, [samples, sequence, vocabulary]."""
+    cell, whole = teacher_of(student), batch(student, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_cell, "HIDDEN", 24)
+        weights = network(cell).weights(SEED, cell.torch_dtype, noise=0.2)
+        found = oracle(cell).logits(weights, whole.tokens, whole.positions, whole.document_ids)
+    return found[..., : VOCABULARIES[cell.vocabulary][0]]
+
+
+def divergence(logits: Tensor, teacher: Tensor, settings: DistillationConfig) -> Tensor:
+    """Return KL(teacher || network) of each token, from whole logits."""
+    temperature = settings.distill_temperature
+    if settings.distill_top_k is not None:
+        kept = teacher.argsort(dim=-1, descending=True)[..., : settings.distill_top_k]
+        teacher = torch.full_like(teacher, -torch.inf).scatter(-1, kept, teacher.gather(-1, kept))
+    wanted = (teacher / temperature).softmax(-1)
+    return (torch.xlogy(wanted, wanted) - wanted * (logits / temperature).log_softmax(-1)).sum(-1) * temperature**2
+
+
+@functools.cache
+@one_thread()
+def expected(student: Cell, settings: DistillationConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the oracle's gradients, and the means of the terms."""
+    weights = network(student).weights(SEED, student.torch_dtype, noise=0.2)
+    weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    whole = batch(student, 0)
+    logits = oracle(student).logits(weights, whole.tokens, whole.positions, whole.document_ids)
+    logits = logits[..., : VOCABULARIES[student.vocabulary][0]]
+    lm_sum, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask)
+    apart = (divergence(logits, teacher_logits(student), settings) * whole.loss_mask).sum() / count
+    weight = settings.distill_weight
+    ((1 - weight) * lm_sum / count + weight * apart).backward()
+    gradients = {name: value.grad for name, value in weights.items() if value.grad is not None}
+    return gradients, {"lm_loss": (lm_sum / count).item(), DISTILL_LOSS: apart.item()}
+
+
+STUDENTS = (
+    Cell("gpt2", vocabulary="odd", loss_mask="random"),
+    Cell("gemma", key_values="few", vocabulary="empty", loss_mask="random"),
+    Cell("llama", key_values="few", tied=False, vocabulary="odd", documents=True),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Path]:
+    """Hugging Face folders of the students' teachers."""
+    found = {cell: tmp_path_factory.mktemp("teacher") / "folder" for cell in STUDENTS}
+    for cell, folder in found.items():
+        exported(teacher_of(cell), folder)
+    return found
+
+
+@pytest.mark.parametrize("settings", [WHOLE, FEW], ids=["whole", "few"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name not in NOT_WIDE)) for name in LAYOUTS]
+)
+def test_a_step_with_a_teacher_has_the_oracles_gradients(
+    layout: str, settings: DistillationConfig, folders: dict[Cell, Path], rank_pools: RankPools
+) -> None:
+    for student in STUDENTS:
+        cell = replace(student, **LAYOUTS[layout])
+        gradients, means = expected(student, settings)
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+        ranks = [
+            result
+            for (result,) in on_ranks(rank_pools, cell.world_size, distilled_steps, [cell], folders[student], settings)
+        ]
+        found = assemble(rank.gradients for rank in ranks)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert_gradient_close(found[name], gradient, norm, f"gradient of {name}")
+        for rank in ranks:
+            assert rank.means == pytest.approx(means, rel=1e-10)
+            assert rank.same
+            assert rank.separate
+            assert (rank.gathered == 0) == (cell.zero == 3)
+
+
+def tokenizer_of(tokens: int) -> Tokenizer:
+    """Return a tokenizer with this number of tokens."""
+    return build_tokenizer(DataConfig(seq_length=1, tokenizer_type="NullTokenizer"), tokens - 1)
+
+
+@pytest.mark.parametrize("wrong", ["tokens", "positions", "layout", "heads", "experts"])
+def test_a_teacher_that_does_not_fit_is_refused_before_the_ranks_meet(
+    wrong: str, tmp_path: Path, folders: dict[Cell, Path]
+) -> None:
+    config, size = configuration(STUDENTS[0], folders[STUDENTS[0]], WHOLE), 29
+    check_teacher(config, tokenizer_of(size))
+    if wrong == "tokens":
+        size, message = 32, "the teacher has 29 tokens, and the network that is trained has 32"
+    elif wrong == "positions":
+        policy = Policy.of(Cell("gpt2", vocabulary="odd"))
+        export_weights(policy.chunks, policy.optimizer, tmp_path / "gpt2")
+        config = configuration(replace(STUDENTS[0], sequence=48), tmp_path / "gpt2", WHOLE)
+        message = "positions, which are fewer than --seq-length 48"
+    elif wrong == "experts":
+        exported(Cell("mixtral", key_values="gqa", tied=False, vocabulary="odd"), tmp_path / "experts")
+        config = configuration(STUDENTS[0], tmp_path / "experts", WHOLE)
+        config = replace(config, parallel=replace(config.parallel, expert_model_parallel_size=3))
+        message = "its 4 experts are not divisible by --expert-model-parallel-size 3"
+    elif wrong == "heads":
+        config = replace(config, parallel=replace(config.parallel, context_parallel_size=3, cp_comm_type=("a2a",)))
+        message = "cannot divide the teacher: .*a2a"
+    else:
+        config, message = configuration(replace(STUDENTS[0], pp=8), folders[STUDENTS[0]], WHOLE), "8 stages are more"
+    with pytest.raises(ConfigurationError, match=message):
+        check_teacher(config, tokenizer_of(size))

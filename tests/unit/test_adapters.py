@@ -1,0 +1,145 @@
+"""Adapters on one process: what they train, their dropout, and names that a network does not have."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalite.config.adapters import AdaptersConfig
+from megalite.errors import ConfigurationError
+from megalite.library.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.model.gpt import GPT
+from megalite.parallel.adapter import Adaptable, adaptable_matrices, add_adapters
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
+from megalite.tasks.adapters import check_names
+from tests.distributed.layout_cell import Cell, model_config
+from tests.distributed.layout_run import initialized_chunks, local_micro_batches
+from tests.dropout_rule import Dropout
+from tests.harness.close import assert_parameter_close
+from tests.harness.stages import LOSS
+
+RATE, STEPS = 0.05, 3
+CELL = Cell(family="llama", key_values="gqa", sequence=8)
+NARROW = ("query", "key", "value", "gate", "up")
+"""Matrices with 16 columns, and as many rows or more."""
+
+
+def trained(network: GPT) -> None:
+    """Take steps of SGD on the parameters that require gradients."""
+    for step in range(STEPS):
+        for micro_batch in local_micro_batches(CELL, step, 0):
+            network({}, micro_batch).terms[LOSS].backward()
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                with torch.no_grad():
+                    parameter -= RATE * parameter.grad
+                parameter.grad = None
+
+
+def adapted_of(network: GPT) -> dict[str, Adaptable]:
+    return {name: each for name, each in network.named_modules() if isinstance(each, Adaptable)}
+
+
+def test_b_alone_beside_an_identity_is_the_training_of_the_layer() -> None:
+    """Compare with the weights themselves: B A is B."""
+    (whole,), (network,) = (initialized_chunks(ParallelMesh(), CELL) for _ in range(2))
+    add_adapters(network, AdaptersConfig(lora_rank=16, lora_alpha=16.0, lora_target_modules=NARROW))
+    initialize_adapters(network)
+    whole.requires_grad_(False)
+    layers = {name: each for name, each in adapted_of(network).items() if each.update is not None}
+    for name, layer in layers.items():
+        adapted_of(whole)[name].requires_grad_(True)
+        layer.a.requires_grad_(False)
+    before = {name: [w.detach().clone() for w in layer.weights_to_adapt()] for name, layer in layers.items()}
+    trained(network)
+    trained(whole)
+    for name, layer in layers.items():
+        (weight,), (start,) = adapted_of(whole)[name].weights_to_adapt(), before[name]
+        assert layer.update is not None
+        moved = start.clone()
+        for term in layer.update.terms:
+            view = term.piece.view(moved) if term.part is None else term.piece.view(moved).select(*term.part)
+            view += layer.b[term.weight].detach()[term.rows].view(view.shape)
+        assert not torch.equal(moved, start)
+        assert_parameter_close(weight.detach(), moved, RATE, name)
+
+
+def initialize_adapters(network: GPT) -> None:
+    """Set A of each adapted matrix to the identity, and B to zero."""
+    with torch.no_grad():
+        for layer in adapted_of(network).values():
+            if layer.update is None:
+                continue
+            for parameter in (layer.a, *layer.b):
+                parameter.allocate()
+                parameter.zero_()
+            for rows in layer.a.split(16):
+                rows.copy_(torch.eye(16, dtype=rows.dtype))
+
+
+@pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear])
+def test_dropout_is_of_the_input_of_adapters_alone(make: type[ColumnParallelLinear]) -> None:
+    context = ParallelContext(ParallelMesh(), dtype=torch.float64)
+    layer = make(context, "up", 6, 5, bias=False)
+    add_adapters(layer, AdaptersConfig(lora_rank=2, lora_alpha=3.0, lora_dropout=0.25))
+    initialize(layer, 1)
+    (weight,) = layer.weights_to_adapt()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        layer.b[0].copy_(torch.randn(5, 2, generator=generator))
+    x = torch.randn(4, 2, 6, generator=generator, dtype=torch.float64)
+    places = Places(RandomKey(7, (3, 4)), SequenceLayout.whole(4))
+    layer.eval()
+    assert torch.allclose(layer(x), x @ (weight + 1.5 * layer.b[0] @ layer.a).T, atol=1e-12)
+    layer.train()
+    number = int.from_bytes(hashlib.blake2b(b"up", digest_size=4).digest(), "little") // 2
+    dropped = Dropout(7, (3, 4), 0.0, 0.0).drop(x.transpose(0, 1), 0.25, number, 9).transpose(0, 1)
+    assert 0 < (dropped == 0).sum() < x.numel()
+    expected = x @ weight.T + 1.5 * dropped @ (layer.b[0] @ layer.a).T
+    assert torch.allclose(layer(x, places), expected, atol=1e-12)
+    with pytest.raises(ConfigurationError, match="--lora-dropout: up is not told the places"):
+        layer(x)
+
+
+class Places:
+    def __init__(self, key: RandomKey, layout: SequenceLayout) -> None:
+        self.key, self.layout, self.rows = key, layout, layout.part(0, 1)
+
+
+def test_names_that_a_network_does_not_have_are_refused() -> None:
+    model = model_config(CELL)
+
+    def refused(adapters: AdaptersConfig, words: str) -> None:
+        with pytest.raises(ConfigurationError, match=words):
+            check_names(model, adapters)
+
+    lora = AdaptersConfig(lora_rank=2)
+    check_names(model, lora)
+    refused(
+        replace(lora, lora_target_modules=("query", "w1")),
+        "--lora-target-modules w1: no matrix of this network has this name; it has query, key, value, output, gate, "
+        "up, down, such as layers.0.attention.query",
+    )
+    refused(replace(lora, lora_rank=17), r"--lora-rank 17 is more than layers.0.attention.query \[32, 16\] can have")
+    check_names(model, AdaptersConfig(freeze=("embedding.*", "layers.[01].*")))
+    refused(AdaptersConfig(freeze=("emb",)), "--freeze emb: no weight of this network has such a name")
+    refused(AdaptersConfig(freeze=("*",)), "--freeze names all weights")
+    refused(AdaptersConfig(freeze=("*.query",)), "layers.0.attention.query, and not layers.0.attention.key_value, with")
+
+
+def test_each_part_of_a_fused_weight_has_a_name() -> None:
+    network = GPT(model_config(replace(CELL, family="mixtral")), ParallelMesh(device=torch.device("meta")))
+    names = [matrix.name for matrix in adaptable_matrices(network) if matrix.name.startswith("layers.0.")]
+    attention = ["query", "key", "value", "output"]
+    assert names == [*(f"layers.0.attention.{each}" for each in attention), *(f"layers.0.moe.{n}" for n in OF_EXPERTS)]
+
+
+OF_EXPERTS = ("gate", "up", "down")

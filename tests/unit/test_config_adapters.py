@@ -1,0 +1,43 @@
+"""Relations of the flags of adapters and frozen weights, and the factor of what adapters add."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config.adapters import AdaptersConfig
+from megalite.tasks.flops import flops_per_token
+from tests.unit.test_config_validate import config_of, problems
+from tests.unit.test_flops import model
+
+LORA = "--lora-rank 4 "
+REFUSED = {
+    "--lora-alpha 8": "--lora-alpha needs --lora-rank",
+    "--use-dora --use-rslora": "--use-rslora needs --lora-rank",
+    LORA + "--freeze embedding.*": "--lora-rank freezes all weights but the adapters: drop --freeze",
+    LORA
+    + "--use-dora --lora-dropout 0.1": "--use-dora normalizes weights, which have no dropout: give --lora-dropout 0",
+    LORA + "--lora-dropout 0.1 --mlp-chunks-for-training 2": "--lora-dropout does not know the places of parts",
+    LORA + "--qk-clip": "--lora-rank and --qk-clip, which scales weights after each update",
+    "--freeze embedding.* --qk-clip": "--freeze and --qk-clip",
+    LORA
+    + "--load x --moe-use-upcycling --num-experts 2 --moe-router-topk 1": "--moe-use-upcycling changes the weights",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_does_not_go_together_is_refused(flags: str) -> None:
+    assert any(line.startswith(REFUSED[flags]) for line in problems(flags))
+
+
+def test_the_factor_of_adapters() -> None:
+    assert config_of("").adapters == AdaptersConfig()
+    assert config_of(LORA).adapters.lora_scale == 1.0
+    assert config_of(LORA + "--lora-alpha 6").adapters.lora_scale == 1.5
+    assert config_of(LORA + "--lora-alpha 6 --use-rslora").adapters.lora_scale == 3.0
+
+
+def test_frozen_weights_leave_out_a_third_of_their_products() -> None:
+    whole, frozen = (flops_per_token(model(), 40, 0, frozen=each) for each in (False, True))
+    assert frozen == whole * 2 / 3
+    scores = [flops_per_token(model(), 40, 10, frozen=each) for each in (False, True)]
+    assert scores[0] - whole == scores[1] - frozen > 0
