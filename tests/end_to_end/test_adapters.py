@@ -126,3 +126,30 @@ def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, 
         run(*CONSTANT, "--train-iters", 1, "--distill-from", tmp_path / name, "--save", tmp_path / f"taught by {name}")
     taught = [metrics(tmp_path / f"taught by {name}")[0]["distill_loss"] for name in ("peft", "merged")]
     assert abs(taught[0] - taught[1]) < 1e-5 < taught[0]
+
+
+def test_the_base_of_adapters_is_named_to_tools_after_it_has_moved(run: Run, base: Path, tmp_path: Path) -> None:
+    """The rotary embeddings of the run are others than those of the base, and its choice of matrices is said anew."""
+    own, save, moved = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run", tmp_path / "moved"
+    longer = (*CONSTANT, *words("--lora-rank 4 --allow-changed-rotary --rotary-base 500000"), "--save", save)
+    run(*longer, "--load", own, "--train-iters", 1)
+    own.rename(moved)
+    every = words("--lora-alpha 4 --lora-target-modules query key value attention.output gate up down")
+    run(*longer, *every, "--load", moved, "--train-iters", 2, *RESUMED)
+    moved.rename(tmp_path / "again")
+    said = words("--prompt '1 2' --max-new-tokens 4 --temperature 0")
+    merge = (*words("--loader megalite --saver megalite --load-dir"), save, "--save-dir", tmp_path / "merged")
+    for tool, flags in (("generate", ("--load", save, *said)), ("convert", merge)):
+        assert "(--base BASE names another)" in run_tool(tool, *flags).stderr
+    where = ("--base", tmp_path / "again")
+    assert run_tool("convert", *merge, *where).code == 0
+    texts = [
+        run_tool("generate", "--load", folder, *said, *more).stdout
+        for folder, more in ((save, where), (tmp_path / "merged", ()))
+    ]
+    assert texts[0] == texts[1] != ""
+    whole = run_tool("generate", "--load", base, *said, *where)
+    assert whole.code and "has no adapters, and all of its weights" in whole.stderr
+    peft = words("--loader megalite --saver peft --load-dir")
+    refused = run_tool("convert", *peft, save, "--save-dir", tmp_path / "peft", *where)
+    assert "has other rotary embeddings than its base, which a folder of PEFT cannot say" in refused.stderr
