@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.checkpoint.fingerprint import fingerprint_of
+from megalite.checkpoint.manifest import read_manifest
+from megalite.conversion.peft import _InMemory
 from tests.end_to_end.runs import (
     LLAMA,
     MOCK,
@@ -81,7 +85,13 @@ def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path
     run(*CONSTANT, "--train-iters", 2, "--save", own)
     shutil.rmtree(step(own, 2))
     shutil.copytree(step(base, 2), step(own, 2))
-    run(*more, *LORA)  # the same weights, in another copy
+    told = read_manifest(step(save, 1))
+    weights = saved_weights(step(base, 2))
+    first = fingerprint_of(_InMemory(weights), weights, lambda name: weights[name].dtype, places=False)
+    aged = replace(told, config={**told.config, "base": {**told.config["base"], "fingerprint": first}})
+    (step(save, 1) / "manifest.json").write_text(aged.to_json())
+    run(*more, *LORA)  # the same weights in another copy, and a fingerprint of the first version
+    assert read_manifest(step(save, 2)).config["base"] == told.config["base"]
     run(*CONSTANT, "--train-iters", 3, "--save", own, *RESUMED)
     shutil.rmtree(step(own, 2))
     step(own, 3).rename(step(own, 2))
