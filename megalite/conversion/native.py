@@ -27,7 +27,7 @@ from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
 from megalite.conversion import peft
-from megalite.conversion.adapters import Adapters, check_finite
+from megalite.conversion.adapters import Adapters, Joined, check_finite
 from megalite.conversion.huggingface import copy_companions, open_huggingface, tokenizer_folder
 from megalite.conversion.opened import (
     OpenedModel,
@@ -142,7 +142,7 @@ def open_base(path: AnyPath, places: Sequence[object], flag: str) -> OpenedModel
         except CheckpointError as error:
             problems.append(str(error))
     why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
-    raise CheckpointError(f"{path} has adapters of a base that cannot be opened ({flag} BASE names another): {why}")
+    raise CheckpointError(f"{path} has adapters of a base that cannot be opened ({flag} names another): {why}")
 
 
 def _with_base(
@@ -153,13 +153,13 @@ def _with_base(
     own: Source,
     place: str | None,
 ) -> Adapters:
-    """Return the adapters of a checkpoint, whose tensors are in `own`, with their base.
+    """Return the adapters of a checkpoint, whose tensors and modules' state are in `own`, with their base.
 
     `place`: where it is now; None: where it was. Raises CheckpointError if it cannot be opened, or has other weights,
     or if adapters are damaged.
     """
     named = config.get(BASE, {})
-    base = open_base(path, [place or named.get("path")], "--base")
+    base = open_base(path, [place or named.get("path")], "--base of generate, evaluate and convert")
     function, changed = with_rotary_of(base.config, model)  # as a run may change them, with weights that stay
     alone, own_function = (without_depths(without_indexers(each)) for each in (function, model))
     check_same_function(base.what, alone, own_function)
@@ -178,9 +178,11 @@ def _with_base(
             f"{path} has adapters of other weights than {base.what} has now: bring these back, or name their folder "
             "(--base)"
         )
-    check_finite(own, path)
-    source = Renamed(base.source, {name: name for name in base.source.tensors if name in tensors})
-    return Adapters(adapters, source, own, tensors, base.path, changed)
+    factors = Renamed(own, {name: name for name in own.tensors if not name.startswith(STATE)})
+    check_finite(factors, path)
+    states = Renamed(own, {name: name for name in own.tensors if name.startswith(STATE)})
+    source = Joined(Renamed(base.source, {name: name for name in weights}), states)
+    return Adapters(adapters, source, factors, tensors, base.path, changed)
 
 
 def write_megalite(

@@ -260,7 +260,7 @@ def _read_modules(
                 problems.append(f"{name}.{WORDS[word]} {there}, and not {list(shapes[word])}")
             elif not values.dtype.is_floating_point:
                 problems.append(f"{name}.{WORDS[word]} is {values.dtype}, and weights are floating point")
-            elif not values.isfinite().all():
+            elif not values.double().isfinite().all():
                 problems.append(f"{name}.{WORDS[word]} has NaN or infinities")
     if problems or not found:
         raise CheckpointError(f"{path}: " + "; ".join(problems[:5] or ["it has no adapters"]))

@@ -278,7 +278,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
-        """Update the states by what the tallies of a step add up to; what decides choices stays if weights are frozen."""
+        """Update the states by what the tallies of a step add up to. A frozen router keeps what decides its choices."""
         trained = self.weight.requires_grad
         if self.quantile_offset is not None:
             totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])

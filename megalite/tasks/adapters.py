@@ -25,6 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
 from megalite.training.resume import ResumePoint
 
+
 def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
     """Raise ConfigurationError for a name that the network does not have, or for what cannot be adapted or frozen."""
     if adapters.lora_rank is None and not adapters.freeze:
@@ -86,7 +87,7 @@ def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig
 
 
 def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig, model: ModelConfig) -> None:
-    """Raise CheckpointError if the adapters of `what` compute something else than this run's, or have other matrices."""
+    """Raise CheckpointError if the adapters of `what` have another scale, or other matrices, than those of this run."""
     if saved == own:
         return
     matrices = [matrix.name for matrix in adaptable_matrices(GPT(model, ParallelMesh(device=torch.device("meta"))))]

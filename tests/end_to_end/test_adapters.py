@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_the_base_of_adapters_is_named_to_tools_after_it_has_moved(run: Run, bas
     said = words("--prompt '1 2' --max-new-tokens 4 --temperature 0")
     merge = (*words("--loader megalite --saver megalite --load-dir"), save, "--save-dir", tmp_path / "merged")
     for tool, flags in (("generate", ("--load", save, *said)), ("convert", merge)):
-        assert "(--base BASE names another)" in run_tool(tool, *flags).stderr
+        assert "(--base of generate, evaluate and convert names another)" in run_tool(tool, *flags).stderr
     where = ("--base", tmp_path / "again")
     assert run_tool("convert", *merge, *where).code == 0
     texts = [
@@ -159,7 +160,37 @@ def test_the_base_of_adapters_is_named_to_tools_after_it_has_moved(run: Run, bas
     ]
     assert texts[0] == texts[1] != ""
     whole = run_tool("generate", "--load", base, *said, *where)
-    assert whole.code and "has no adapters, and all of its weights" in whole.stderr
+    assert whole.code == 93
+    assert "has no adapters, and all of its weights" in whole.stderr
     peft = words("--loader megalite --saver peft --load-dir")
     refused = run_tool("convert", *peft, save, "--save-dir", tmp_path / "peft", *where)
     assert "has other rotary embeddings than its base, which a folder of PEFT cannot say" in refused.stderr
+    run(*CONSTANT, *words("--lora-rank 4 --lr 1e39 --train-iters 1 --save"), tmp_path / "wild", "--load", base)
+    wild = run_tool("generate", "--load", tmp_path / "wild", *said).stderr
+    assert re.search(r"iter_0000001: layers\.\S+\.lora_[ab] has NaN or infinities: take an earlier checkpoint", wild)
+
+
+def test_depths_that_would_never_be_trained_are_refused(run: Run, base: Path) -> None:
+    anew = words("--lora-rank 4 --finetune --mtp-num-layers 1 --train-iters 1")
+    refused = run(*CONSTANT, *anew, "--load", base, expected=93).stderr
+    assert "does not have the depths of multi-token prediction of this run (1), and --lora-rank would never" in refused
+
+
+@pytest.mark.wide
+def test_adapters_know_a_base_whose_depths_they_leave_out(run: Run, tmp_path: Path) -> None:
+    """A base with experts, too, whose routers have biases."""
+    experts = words("--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --swiglu")
+    network = (*CONSTANT, *experts, "--moe-router-enable-expert-bias")
+    run(*network, *words("--mtp-num-layers 1 --train-iters 2 --save"), tmp_path / "base")
+    flags = (*network, *words("--moe-router-bias-update-rate 0 --finetune --lora-rank 4 --load"), tmp_path / "base")
+    run(*flags, "--train-iters", 1, "--save", tmp_path / "run")
+    run(*flags, "--train-iters", 2, "--save", tmp_path / "run", *RESUMED)
+    merge = words("--loader megalite --saver megalite --load-dir")
+    assert run_tool("convert", *merge, tmp_path / "run", "--save-dir", tmp_path / "merged").stderr == ""
+    merged, whole = (saved_tensors(path) for path in (step(tmp_path / "merged", 0), step(tmp_path / "base", 2)))
+    assert {name for name in whole if name.startswith(("model/", "state/"))} - merged.keys() == {
+        name for name in whole if name.startswith(("model/mtp.", "state/mtp."))
+    }
+    for name in merged:
+        if name.startswith("state/"):
+            assert_bits_equal(merged[name], whole[name], name)
