@@ -154,11 +154,13 @@ def test_the_base_of_adapters_is_named_to_tools_after_it_has_moved(run: Run, bas
         assert "(--base of generate, evaluate and convert names another)" in run_tool(tool, *flags).stderr
     where = ("--base", tmp_path / "again")
     assert run_tool("convert", *merge, *where).code == 0
-    texts = [
-        run_tool("generate", "--load", folder, *said, *more).stdout
-        for folder, more in ((save, where), (tmp_path / "merged", ()))
+    assert run_tool("generate", "--load", save, *said, *where).code == 0
+    (tmp_path / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8"}\n')
+    figures = [
+        run_tool("evaluate", "--load", folder, "--text", tmp_path / "text.jsonl", *more).stdout
+        for folder, more in ((save, where), (tmp_path / "merged", ()), (base, ()))
     ]
-    assert texts[0] == texts[1] != ""
+    assert figures[0] == figures[1] != figures[2]
     whole = run_tool("generate", "--load", base, *said, *where)
     assert whole.code == 93
     assert "has no adapters, and all of its weights" in whole.stderr
