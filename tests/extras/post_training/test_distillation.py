@@ -203,7 +203,7 @@ def tokenizer_of(tokens: int) -> Tokenizer:
     ("layout", "message"),
     [
         ("pp 8", "--distill-layout pp 8: the layout cannot divide the teacher: 8 stages are more"),
-        ("tp 3", "--distill-layout tp 3: the layout cannot divide the teacher: --tensor-model-parallel-size 3 does not"),
+        ("tp 3", "--distill-layout tp 3: the layout cannot divide the teacher: --tensor-model-parallel-size 3 does"),
         ("cp 5", "--distill-layout cp 5: the layout cannot divide the teacher: --seq-length 12"),
         ("ep 3", "its 4 experts are not divisible by --expert-model-parallel-size 3"),
         ("etp 5", "the width of its experts, .* is not divisible by --expert-tensor-parallel-size 5"),
