@@ -209,6 +209,7 @@ class DividedOtherwise(TeacherNetwork):
         self._networks = Division(base, context.sequence_parallel, end, length)
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Run over what falls to this rank's replica of the teacher; see `TeacherNetwork`."""
         own, networks, count = self._own, self._networks, len(micro_batches)
         every = count * networks.mesh.size("dp")
         each = -(-every // own.mesh.size("dp"))

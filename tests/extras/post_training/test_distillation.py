@@ -180,6 +180,7 @@ EXPERT_LAYOUTS = {
     "zero3 beside ep2": ({"dp": 2, "zero": 3}, "ep 2"),
     "tp2 beside ep2": ({"tp": 2, "sequence_parallel": True}, "ep 2"),
     "cp2 beside tp2-ep2": ({"cp": 2}, "tp 2 sequence-parallel ep 2 etp 1"),
+    "dp2 beside tp2": ({"dp": 2}, "tp 2"),
     "pp2-dp2 beside cp2-ep2-etp2": ({"pp": 2, "dp": 2}, "cp 2 ep 2 etp 2"),
 }
 

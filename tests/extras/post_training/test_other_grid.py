@@ -1,4 +1,4 @@
-"""What ranks send when values move from one layout to another."""
+"""Values that move from one layout of the ranks to another."""
 
 from __future__ import annotations
 
