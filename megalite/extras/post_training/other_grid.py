@@ -101,7 +101,7 @@ def redistributed(values: Tensor, held: Sequence[Share], needed: Sequence[Share]
 
     own, wanted, everyone = held[mesh.rank], needed[mesh.rank], range(mesh.world_size)
     going, coming = [sent(mesh.rank, rank) for rank in everyone], [sent(rank, mesh.rank) for rank in everyone]
-    parts = [values[_on(values, each.within(own))].flatten(0, 1) for each in going if each.rows]
+    parts = (values[_on(values, each.within(own))].flatten(0, 1) for each in going if each.rows)
     sizes, arriving = ([each.rows for each in shares] for shares in (going, coming))
     rows = collectives.all_to_all_rows(torch.cat([values[:0].flatten(0, 1), *parts]), sizes, arriving, mesh.world())
     found = values.new_zeros(len(wanted.micro_batches), wanted.tokens, *values.shape[2:])

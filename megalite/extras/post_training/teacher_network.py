@@ -220,11 +220,18 @@ class DividedOtherwise(TeacherNetwork):
         layout, apart = own.cut(own.mesh.coordinate("cp")), micro_batches[0].first_keys is not None
         batches = [_micro_batch(values, layout, apart) for values in torch.cat([samples, empty])]
         self._engine.run(_evaluation(self._schedules, each, own.mesh), batches)
-        states = self._kept.taken()[: len(samples)]
-        shape = 0, 0, self._batch, self.config.hidden_size
-        found = torch.stack(states) if states else samples.new_empty(shape, dtype=self._chunks[0].dtype)
         held, needed = own.last_states(each, every), networks.last_states(count, every)
-        return list(redistributed(found, held, needed, networks.mesh))
+        return list(redistributed(self._kept_states(len(samples)), held, needed, networks.mesh))
+
+    def _kept_states(self, count: int) -> Tensor:
+        """Return the hidden states of the first `count` micro-batches, [micro-batches, sequence, batch, hidden].
+
+        On other stages than the last, they are those of no micro-batch and no token.
+        """
+        if states := self._kept.taken()[:count]:
+            return torch.stack(states)
+        shape, first = (0, 0, self._batch, self.config.hidden_size), self._chunks[0]
+        return torch.empty(shape, dtype=first.dtype, device=first.mesh.device)
 
     def parameters(self) -> int:
         found = count_parameters(self._chunks, self._own.mesh) + count_parameters(self.output, self._networks.mesh)

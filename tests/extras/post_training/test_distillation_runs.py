@@ -69,6 +69,10 @@ def test_layouts_agree(teacher: Path, run: Run, tmp_path: Path) -> None:
         assert_agree(tmp_path / name, tmp_path / "alone")
     run(*flags, tmp_path / "own", *words("--pp 2 --distill-layout cp 2"), data=MOCK, world_size=2)
     assert_agree(tmp_path / "own", tmp_path / "alone")
+    stopped = (*flags, tmp_path / "parts", *words("--pp 2 --distill-layout cp 2"))
+    run(*stopped, "--exit-interval", 2, data=MOCK, world_size=2, expected=85)
+    run(*stopped, "--resume", "auto", data=MOCK, world_size=2)
+    assert_same_checkpoint(tmp_path / "parts" / "iter_0000003", tmp_path / "own" / "iter_0000003")
 
 
 def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, teacher: Path, tmp_path: Path) -> None:
