@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megalite.checkpoint import load_weights
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
@@ -22,10 +22,20 @@ from megalite.inference.network import check_layout, stage_parts
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, make_chunks
 from megalite.model.head import LossConfig
+from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
+
+
+def frozen(
+    stages: Sequence[GPT], config: OptimizerConfig, options: DataParallel, mesh: ParallelMesh
+) -> tuple[nn.ModuleList, Optimizer]:
+    """Freeze stages. Returns them as one module in evaluation mode, and the holder of their parameters."""
+    network = nn.ModuleList(stages).requires_grad_(False).eval()
+    return network, make_optimizer(stages, mesh, config, options, blocks=[stage.blocks() for stage in stages])
 
 
 class FrozenNetwork:
@@ -64,10 +74,7 @@ class FrozenNetwork:
             attention_ways=first.context.attention_ways,
         )
         self.chunks, self.output = made[: len(parts)], made[len(parts) :]
-        self.network = nn.ModuleList(made).requires_grad_(False).eval()
-        blocks = [chunk.blocks() for chunk in made]
-        self.optimizer = make_optimizer(made, mesh, optimizer.config, optimizer.options, blocks=blocks)
-        """Holder of the network's parameters, all of them frozen."""
+        self.network, self.optimizer = frozen(made, optimizer.config, optimizer.options, mesh)
         messages = tuple(tuple(_with_width(spec, config.hidden_size) for spec in border) for border in stages.messages)
         self.engine = PipelineEngine(
             self.chunks, replace(stages, messages=messages), engine.rank, engine.links, engine.device
