@@ -141,14 +141,12 @@ class Teacher:
         Called by all ranks together.
         """
         count = len(micro_batches)
-        if not self._schedules.has(count, backward=False):
-            self._schedules.prove(evaluation=[count], mesh=self._mesh)
         plain = [
             replace(each, labels=None, loss_mask=None, replayed=None, choices=None, sources=None)
             for each in micro_batches
         ]
         self._hidden = []
-        self._engine.run(self._schedules.evaluation(count), plain)
+        self._engine.run(self._schedules.prove(evaluation=[count], mesh=self._mesh).evaluation(count), plain)
         hidden, self._hidden = self._hidden, []
         if not self.frozen.output:
             return micro_batches

@@ -118,10 +118,9 @@ class PreferenceTask(GPTTask):
             return [moved(torch.from_numpy(self._known[each.responses]), self.mesh.device) for each in batches]
         assert self._trainer is not None
         assert self._reference is not None
-        schedules, count = self._trainer.schedules, len(batches)
-        if not schedules.has(count, backward=False):
-            schedules.prove(evaluation=[count], mesh=self.mesh)
-        outputs = self._reference.log_probabilities(schedules.evaluation(count), batches, parts=True)
+        count = len(batches)
+        actions = self._trainer.schedules.prove(evaluation=[count], mesh=self.mesh).evaluation(count)
+        outputs = self._reference.log_probabilities(actions, batches, parts=True)
         return [self._of_responses(each.log_probabilities, own) for each, own in zip(outputs, batches, strict=True)]
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
