@@ -26,7 +26,7 @@ from megalite.extras.post_training.preferences import (
     preference_terms,
 )
 from megalite.extras.post_training.reference import FrozenNetwork, load_teacher
-from megalite.extras.post_training.reference_file import ReferenceFile
+from megalite.extras.post_training.reference_file import ReferenceFile, identity
 from megalite.lifecycle.control_files import has_file
 from megalite.model.batch import MicroBatch, TokenLoss
 from megalite.model.gpt import GPT
@@ -68,19 +68,24 @@ class PreferenceTask(GPTTask):
     # ------------------------------------------------------------------------------------------------ the reference
 
     def begin(self, trainer: Summarized) -> None:
-        """Make the reference, or read its log-probabilities, which are computed first if they are not there."""
+        """Make the reference, or read its log-probabilities, which are computed first if they are not there.
+
+        If both are given, the reference is loaded once, to tell whether it is that of the file.
+        """
         self._trainer = trainer
         if self.options.reference_log_probabilities is None:
             self._reference = self._load_reference(trainer)
             return
-        file = ReferenceFile(self.config, self.data.tokenizer)
-        values = file.read(self.mesh)
-        if values is None:
+        file, known = ReferenceFile(self.config, self.data.tokenizer), None
+        if self.options.reference_model is not None:
             self._reference = self._load_reference(trainer)
+            known = identity(self._reference, self.mesh)
+        values = file.read(known, self.mesh)
+        if values is None:
+            assert known is not None
             values = self._of_all(file)
-            self._reference = None
-            file.write(values, self.mesh)
-        self._known = values
+            file.write(values, known, self.mesh)
+        self._known, self._reference = values, None
 
     def _load_reference(self, trainer: Summarized) -> FrozenNetwork:
         """Return the network of --reference-model. Raises CheckpointError if it is no model or cannot be read."""

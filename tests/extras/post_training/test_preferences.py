@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -280,8 +281,15 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
         data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
         return ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *flags], 1), None).stderr
 
-    other = ("--reference-model", base / "begun" / "iter_0000002")
-    assert "give another directory as --reference-log-probabilities" in refused(*kept, *other)
+    def model(run: str) -> tuple[Any, ...]:
+        """Copy the last checkpoint of a run to one path for all. Returns the flags that make it the reference."""
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        shutil.copytree(base / run / "iter_0000002", tmp_path / "model")
+        return (*kept, "--reference-model", tmp_path / "model")
+
+    assert "is of another model than --reference-model" in refused(*model("begun"))
+    finetuned(spawn, base, tmp_path / "third", *EVALUATED, *model("reference"), "--tp", 2, ranks=2)
+    assert_close(tmp_path / "third", alone)
     assert "smaller --seq-length" in refused(*kept, "--seq-length", 2 * LENGTH, "--max-position-embeddings", 2 * LENGTH)
     (tmp_path / "kept" / "reference_log_probabilities").write_bytes(content[:-1])
     assert "is damaged: remove it, and it is computed again" in refused(*kept)
