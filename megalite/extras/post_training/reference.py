@@ -15,7 +15,7 @@ from torch import nn
 from megalite.checkpoint import load_weights
 from megalite.config import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
 from megalite.inference.network import check_layout, stage_parts
@@ -146,5 +146,5 @@ def load_teacher(
     parts = stage_parts(config.num_layers, stages.count)
     own = [parts[stage] for stage in stages.of_rank(engine.rank)]
     found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart)
-    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh)
+    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh, states_of_training(config))
     return found
