@@ -26,6 +26,7 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
+from megalite.tasks.experts import with_dispatcher
 
 
 class FrozenNetwork:
@@ -136,7 +137,8 @@ def load_teacher(
     read.
     """
     opened = opened.without_depths()
-    config, mesh, stages = opened.config, chunks[0].mesh, engine.stages
+    mesh, stages = chunks[0].mesh, engine.stages
+    config, _ = with_dispatcher(opened.config, chunks[0].dtype, mesh)
     check_layout(config, mesh.size("tp"), stages.count)
     if (config.vocab_size or 0) < (known := chunks[0].vocab_size):
         raise ConfigurationError(

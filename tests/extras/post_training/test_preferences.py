@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.checkpoint.manifest import read_manifest
 from megalite.config import DataConfig
 from megalite.data.datasets import Samples
 from megalite.data.loader import MicroBatchArrays
@@ -279,6 +281,17 @@ def test_experts_and_more_schedules_train_the_same(layout: str, of_experts: Path
     if kept:
         finetuned(spawn, of_experts, tmp_path / "again", *EXPERTS, *EVALUATED, *kept)
         assert_close(tmp_path / "again", of_experts / "alone")
+
+
+@pytest.mark.wide
+def test_a_reference_trained_with_deep_ep_runs_without_it(of_experts: Path, spawn: Spawn, tmp_path: Path) -> None:
+    shutil.copytree(of_experts / "reference" / "iter_0000002", tmp_path / "flex")
+    saved = read_manifest(tmp_path / "flex")
+    model = {**saved.config["model"], "moe_token_dispatcher_type": "flex"}
+    (tmp_path / "flex" / "manifest.json").write_text(replace(saved, config={**saved.config, "model": model}).to_json())
+    flags = (*EXPERTS, *EVALUATED, "--ep", 2, "--reference-model", tmp_path / "flex")
+    finetuned(spawn, of_experts, tmp_path / "run", *flags, ranks=2)
+    assert_close(tmp_path / "run", of_experts / "alone")
 
 
 def assert_close(directory: Path, other: Path) -> None:
