@@ -150,7 +150,9 @@ def test_a_run_goes_back_to_where_samples_became_longer(
     found = [(each["step"], each["kind"], each["samples"]) for each in decisions]
     assert found == [(5, "data", [[0, 7]]), (5, "spike", [[22, 23]])]
     lines = records(tmp_path / "run")
-    assert [(line["iteration"], line["consumed_tokens"]) for line in lines] == [(step, 64 * step) for step in range(1, 15)]
+    assert [(line["iteration"], line["consumed_tokens"]) for line in lines] == [
+        (step, 64 * step) for step in range(1, 15)
+    ]
     assert "each of 38 samples was looked up: no token of a pass is missing" in ledger(spawn, tmp_path / "run")
 
 

@@ -159,7 +159,7 @@ def test_a_dry_run_in_bf16_adds_products() -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize("momentum", ["0", "0.9"])
 def test_a_dry_run_with_torchs_kernel_of_sgd_has_its_state(momentum: str) -> None:
-    """For this kernel torch has no version on the meta device."""
+    """Torch has no version of this kernel for the meta device."""
     flags = f"{FLAGS} --micro-batch-size 1 --optimizer sgd --optimizer-backend torch --sgd-momentum {momentum}"
     found = dry_run(parse_arguments(flags.split()).config, 1, 0, of_gpu=False)
     assert found.memory.optimizer == (0 if momentum == "0" else found.memory.parameters)
