@@ -15,7 +15,7 @@ from torch import nn
 from megalite.checkpoint import load_weights
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
 from megalite.inference.network import check_layout, stage_parts
@@ -28,6 +28,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
+from megalite.tasks.experts import with_dispatcher
 
 
 def frozen(
@@ -143,7 +144,8 @@ def load_teacher(
     read.
     """
     opened = opened.without_depths()
-    config, mesh, stages = opened.config, chunks[0].mesh, engine.stages
+    mesh, stages = chunks[0].mesh, engine.stages
+    config, _ = with_dispatcher(opened.config, chunks[0].dtype, mesh)
     check_layout(config, mesh.size("tp"), stages.count)
     if (config.vocab_size or 0) < (known := chunks[0].vocab_size):
         raise ConfigurationError(
@@ -153,5 +155,5 @@ def load_teacher(
     parts = stage_parts(config.num_layers, stages.count)
     own = [parts[stage] for stage in stages.of_rank(engine.rank)]
     found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart)
-    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh)
+    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh, states_of_training(config))
     return found

@@ -105,7 +105,7 @@ class DividedAsTheNetwork(TeacherNetwork):
         self._mesh = chunks[0].mesh
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        self._engine.run(_evaluation(self._schedules, len(micro_batches), self._mesh), micro_batches)
+        self._engine.run(self._schedules.prove(evaluation=[len(micro_batches)], mesh=self._mesh).evaluation(len(micro_batches)), micro_batches)
         return self._kept.taken()
 
     def parameters(self) -> int:
@@ -219,7 +219,7 @@ class DividedOtherwise(TeacherNetwork):
         empty = samples.new_zeros(each - len(samples), *samples.shape[1:])  # pipelines run as many micro-batches
         layout, apart = own.cut(own.mesh.coordinate("cp")), micro_batches[0].first_keys is not None
         batches = [_micro_batch(values, layout, apart) for values in torch.cat([samples, empty])]
-        self._engine.run(_evaluation(self._schedules, each, own.mesh), batches)
+        self._engine.run(self._schedules.prove(evaluation=[each], mesh=own.mesh).evaluation(each), batches)
         held, needed = own.last_states(each, every), networks.last_states(count, every)
         return list(redistributed(self._kept_states(len(samples)), held, needed, networks.mesh))
 
@@ -268,10 +268,3 @@ def _micro_batch(values: Tensor, layout: SequenceLayout, documents_are_apart: bo
         padding=layout.own(padding.bool()) if padded else None,
         lengths=(padding == 0).sum(1) if padded else None,
     )
-
-
-def _evaluation(schedules: ProvedSchedules, count: int, mesh: ParallelMesh) -> list[Action]:
-    """Return this rank's list of a step of so many micro-batches, which is proved before its first use."""
-    if not schedules.has(count, backward=False):
-        schedules.prove(evaluation=[count], mesh=mesh)
-    return schedules.evaluation(count)
