@@ -32,7 +32,6 @@ from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
-from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training.builder import count_parameters
 
@@ -105,7 +104,9 @@ class DividedAsTheNetwork(TeacherNetwork):
         self._mesh = chunks[0].mesh
 
     def hidden_states(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        self._engine.run(self._schedules.prove(evaluation=[len(micro_batches)], mesh=self._mesh).evaluation(len(micro_batches)), micro_batches)
+        count = len(micro_batches)
+        actions = self._schedules.prove(evaluation=[count], mesh=self._mesh).evaluation(count)
+        self._engine.run(actions, micro_batches)
         return self._kept.taken()
 
     def parameters(self) -> int:
