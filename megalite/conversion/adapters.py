@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.checkpoint.tensors import Source
 from megalite.config.adapters import AdaptersConfig
 from megalite.errors import CheckpointError
-from megalite.parallel.adapter import MAGNITUDE, A, B, Matrix, matrices_of
+from megalite.parallel.adapter_matrices import MAGNITUDE, A, B, Matrix, matrices_of, row_factors
 from megalite.parallel.sharding import Box, LogicalTensor
 
 
@@ -111,7 +111,7 @@ class Merged:
         if config.use_dora:
             lengths = self._factor(matrix, MAGNITUDE, matrix.rows, box, part).reshape(experts, -1)
             first, now = (torch.linalg.vector_norm(each, dim=-1) for each in (rows, changed))
-            changed = changed * ((first + lengths) / now)[..., None]
+            changed = changed * row_factors(first, lengths, now)[..., None]
         return changed.view(part.shape)
 
     def _factor(self, matrix: Matrix, word: str, dimensions: tuple[int | None, ...], box: Box, like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from megalite.conversion.huggingface_files import LARGEST_CONFIG, read_config, r
 from megalite.conversion.mapping import FileTensor
 from megalite.conversion.opened import OpenedModel, tensors_of_training
 from megalite.errors import CheckpointError
-from megalite.parallel.adapter import MAGNITUDE, A, B, Matrix, matrices_of
+from megalite.parallel.adapter_matrices import MAGNITUDE, A, B, Matrix, matrices_of
 from megalite.parallel.sharding import Box, LogicalTensor
 from megalite.small_files import shown
 

@@ -19,7 +19,7 @@ from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
-from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
+from megalite.parallel.adapter import adaptable_layers, is_frozen, named
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -35,17 +35,17 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
         return
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     if adapters.lora_rank is not None:
-        matrices = adaptable_matrices(network)
+        layers = adaptable_layers(network)
+        matrices = [matrix for layer in layers for matrix in layer.matrices()]
         for target in adapters.lora_target_modules:
-            chosen = [matrix for matrix in matrices if is_target(matrix.name, [target])]
-            if not chosen:
+            if not named(matrices, [target]):
                 there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
                 raise ConfigurationError(
                     f"--lora-target-modules {target}: no matrix of this network has this name; it has "
                     f"{', '.join(there)}, such as {matrices[0].name}"
                 )
-            for matrix in chosen:
-                matrix.check(adapters.lora_rank)
+        for layer in layers:
+            layer.chosen(adapters)
     if adapters.freeze:
         problems = list(_freeze_problems(network, adapters.freeze))
         if problems:
