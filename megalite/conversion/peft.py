@@ -80,7 +80,7 @@ def open_peft(folder: Path, base: OpenedModel) -> OpenedModel:
         use_rslora=rslora,
         use_dora=dora,
     )
-    adapters = Adapters(settings, base.source, _InMemory(own), tensors, base.path)
+    adapters = Adapters(settings, base.source, InMemory(own), tensors, base.path)
     return OpenedModel(
         f"PEFT, {folder}, of {base.what}",
         base.config,
@@ -222,7 +222,7 @@ def shortest_names(chosen: Iterable[str], every: Sequence[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class _InMemory:
+class InMemory:
     """Tensors in memory (a `Source`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Matrices that can have low-rank adapters, and the placement of their factors.
 
-Matrices are those that the records of the weights name (`LogicalTensor.matrices`), and tables with a row per token: a
-fused weight has adapters for each part by itself, as PEFT has. The places of the factors follow from that of the weight.
+Matrices are those that the records of the weights name (`LogicalTensor.matrices`), and tables with a row per token. A
+fused weight has adapters for each part by itself, as PEFT has. The places of factors follow from that of the weight.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Factor:
         splits = tuple((self.dimensions.index(d), axis) for d, axis in piece.splits if d in self.dimensions)
         rows = math.prod(size[: len(size) - self.columns])
         # The padding of a table has rows of B, too, so that no rank has an empty one.
-        padded = rows + (like.local_shape[0] - piece.rows if piece.tensor.is_embedding_or_output and over is None else 0)
+        padded = rows + (
+            like.local_shape[0] - piece.rows if piece.tensor.is_embedding_or_output and over is None else 0
+        )
         shape = (padded, math.prod(size[len(size) - self.columns :])) if self.columns else (padded,)
         placed = replace(like, local_shape=shape, pieces=(Piece(self.tensor, box, 0, rows, splits),))
         return placed if over is None else replace(placed, replica_ranks=over.ranks, grad_is_partial=over.size > 1)

@@ -76,7 +76,15 @@ class _AdaptedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, table: Tensor, a: Parameter, b: Parameter, scale: float, ids: Tensor, first: int, group: Group, sp: bool
+        ctx: Any,
+        table: Tensor,
+        a: Parameter,
+        b: Parameter,
+        scale: float,
+        ids: Tensor,
+        first: int,
+        group: Group,
+        sp: bool,
     ) -> Tensor:
         """Look up, and save the rows of B."""
         local = ids - first

@@ -19,7 +19,7 @@ from megalite.conversion.adapters import Adapters
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel, tensors_of_training
-from megalite.conversion.peft import CONFIG, WEIGHTS, _InMemory, write_peft
+from megalite.conversion.peft import CONFIG, WEIGHTS, InMemory, write_peft
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -111,7 +111,7 @@ def drawn_adapters(folder: Path, name: str, config: AdaptersConfig) -> OpenedMod
         if parameter.requires_grad
     }
     path = str(folder / "base")
-    adapters = Adapters(config, base.source, _InMemory(own), tensors_of_training(base.config), path)
+    adapters = Adapters(config, base.source, InMemory(own), tensors_of_training(base.config), path)
     return replace(base, source=adapters.merged(), adapters=adapters)
 
 
