@@ -36,6 +36,7 @@ pytestmark = pytest.mark.costly
 TOKENS = theirs.tokens()
 CLOSE, MATTERS = 1e-5, 1e-3
 PLAIN: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, dora": ("llama", {**PLAIN, "use_dora": True}),
     "llama, some, ranks": (
@@ -50,8 +51,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, attention": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "deepseek-v3, latents": ("deepseek-v3", {**PLAIN, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}),
     "granite": ("granite-dense", PLAIN),
+    "llama, tables": ("llama", {**PLAIN, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "llama, head, dora": ("llama", {**PLAIN, "target_modules": ["lm_head"], "use_dora": True}),
+    "gpt-neox, tables, rslora": ("gpt-neox", {**PLAIN, "target_modules": ["embed_in", "embed_out"], "use_rslora": True}),
+    "mixtral, experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "mixtral, downs of experts": ("mixtral", {**PLAIN, "target_modules": [], "target_parameters": EXPERTS[1:]}),
+    "qwen3-moe, a layer": (
+        "qwen3-moe",
+        {**PLAIN, "target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    ),
+    "deepseek-v3, experts": ("deepseek-v3", {**PLAIN, "target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    "gpt-oss, experts": ("gpt-oss", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
 }
-OFTEN = ["llama, dora", "llama, some, ranks", "gpt2, fused", "deepseek-v3, latents"]
+OFTEN = ["llama, tables", "mixtral, experts", "llama, dora", "llama, some, ranks", "gpt2, fused", "deepseek-v3, latents"]
 
 
 def saved_by_peft(folder: Path, name: str, options: dict[str, Any]) -> Tensor:
@@ -122,6 +134,15 @@ OWN: dict[str, tuple[str, AdaptersConfig]] = {
     "gpt2, fused, rslora": ("gpt2", AdaptersConfig(lora_rank=3, lora_alpha=2.0, use_rslora=True)),
     "gpt-neox, fused, dora": ("gpt-neox", AdaptersConfig(lora_rank=2, use_dora=True)),
     "qwen3": ("qwen3", AdaptersConfig(lora_rank=2)),
+    "llama, tables": ("llama", AdaptersConfig(lora_rank=3, lora_target_modules=("all-linear", "lm_head", "embed_tokens"))),
+    "llama, head, dora": ("llama", AdaptersConfig(lora_rank=3, lora_target_modules=("lm_head", "up"), use_dora=True)),
+    "mixtral": ("mixtral", AdaptersConfig(lora_rank=3, lora_alpha=2.0)),
+    "mixtral, gates, rslora": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("gate",), use_rslora=True)),
+    "mixtral, a layer": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("layers.1.moe.*", "query"))),
+    "olmoe": ("olmoe", AdaptersConfig(lora_rank=2)),
+    "deepseek-v3, experts": ("deepseek-v3", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.gate", "moe.up", "moe.down"))),
+    "deepseek-v3": ("deepseek-v3", AdaptersConfig(lora_rank=2)),
+    "gpt-oss": ("gpt-oss", AdaptersConfig(lora_rank=2)),
 }
 
 
