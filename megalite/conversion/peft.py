@@ -1,10 +1,10 @@
 """Folders of PEFT (https://github.com/huggingface/peft): adapters of a Hugging Face model, read and written.
 
 A module of such a folder has the matrices A and B for a weight of the base (`peft_modules.py`). The rules of the family
-say where the rows and columns of that weight are in megalite's tensors. A module may hold several matrices, such as a fused
-weight of queries, keys and values: its A then has theirs one below the other, and B is zero but for the rows of each.
-Read back, each of them has all of A. The ranks and scales of modules may differ: all get the largest rank, filled
-up with zeros, and B takes what is left of the scale.
+say where the rows and columns of that weight are in megalite's tensors. A module may hold several matrices, such as a
+fused weight of queries, keys and values: its A then has theirs one below the other, and B is zero but for the rows of
+each. Read back, each of them has all of A. The ranks and scales of modules may differ: all get the largest rank,
+filled up with zeros, and B takes what is left of the scale.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,9 @@ def read_config_of_adapters(folder: Path) -> dict[str, Any]:
         if config[key] and config[key] != _AS_IS.get(key):
             problems.append(f"{key} is {shown(config[key])}, which megalite does not have")
     ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    dropout = config.get("lora_dropout") or 0.0
+    dropout, parameters = config.get("lora_dropout") or 0.0, config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+        problems.append(f"target_parameters is {shown(parameters)}, and no list of names")
     if not (isinstance(ranks, dict) and isinstance(alphas, dict)):
         raise CheckpointError(f"{path}: rank_pattern and alpha_pattern must be objects")
     if not all(type(each) is int and 0 < each < 2**31 for each in (config.get("r"), *ranks.values())):
@@ -306,6 +308,7 @@ def write_peft(opened: OpenedModel, folder: Path, *, dtype: torch.dtype | None =
     there = {place.matrix.name for module in modules for place in module.places}
     if missing := sorted(chosen - there):
         raise CheckpointError(f"PEFT has no adapters of {missing[0]} in files of this family: merge them (--saver hf)")
+    _check_apart(modules, chosen)
     adapted = [module for module in modules if any(place.matrix.name in chosen for place in module.places)]
     written, ranks, names = dict[str, Tensor](), dict[str, int](), prefixes(adapted)
     for module in adapted:
@@ -318,6 +321,19 @@ def write_peft(opened: OpenedModel, folder: Path, *, dtype: torch.dtype | None =
     with new_folder(folder) as temporary:
         save_file(written, temporary / WEIGHTS, {"format": "pt"})
         write_atomically(temporary / CONFIG, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _check_apart(modules: Sequence[Module], chosen: Container[str]) -> None:
+    """Raise CheckpointError if PEFT takes adapters of a dense layer for those of experts, whose matrices it renames."""
+    if not any(module.parameter == "gate_up_proj" for module in modules):
+        return
+    for module in modules:
+        named = module.name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+        if named and not module.parameter and any(place.matrix.name in chosen for place in module.places):
+            raise CheckpointError(
+                f"PEFT takes the name of {module.name} for that of experts, which this network has, too: merge the "
+                "adapters (--saver hf), or leave the matrix out of --lora-target-modules"
+            )
 
 
 def _config(

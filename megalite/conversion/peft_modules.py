@@ -1,9 +1,9 @@
 """Modules of PEFT's folders: the linear layers, tables and experts of a Hugging Face model, with megalite's matrices.
 
-transformers 5 keeps the experts of a layer in tensors [experts, outputs, inputs], whatever its files have. PEFT adapts
-such a parameter as a whole (`target_parameters`), with A and B of all its experts in one tensor each: A [experts * rank,
-inputs], B [outputs, rank * experts]. Two parameters of a module are wrapped one in the other: the adapters of all but
-the last have the name of its base layer.
+transformers 5 has the experts of a layer in tensors [experts, outputs, inputs], whatever its files have. PEFT adapts
+such a parameter as a whole (`target_parameters`), with A and B of all its experts in one tensor each: A is
+[experts * rank, inputs], B [outputs, rank * experts]. Two parameters of a module are wrapped one in the other: the
+adapters of all but the last have names with `base_layer`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _linear(each: FileTensor, tensors: Mapping[str, LogicalTensor], *, of_expert
             places.append(Place(matrix, part, rows[:, 0].clone(), inner[0].clone()))
     if not places:
         return None
-    outputs, inputs = shape[: -3 : -1] if transposed else shape[-2:]
+    outputs, inputs = shape[:-3:-1] if transposed else shape[-2:]
     looked_up = places[0].matrix.tensor.name == "embedding.word"
     return Module(each.name.removesuffix(".weight"), outputs, inputs, transposed, tuple(places), looked_up=looked_up)
 
@@ -168,12 +168,12 @@ def _of_experts(each: FileTensor, match: re.Match[str], tensors: Mapping[str, Lo
     """Return the parameter of experts in which a tensor of the files is, with the places of this tensor alone."""
     linear = _linear(each, tensors, of_experts=True)
     words = {place.matrix.name.rpartition(".")[2] for place in linear.places} if linear is not None else set()
-    if linear is None or not all(place.matrix.part is not None or words == {"down"} for place in linear.places):
+    if linear is None:
         return None
     experts = linear.places[0].matrix.tensor.shape[0]
     places = tuple(replace(p, box=Box(p.box.offset, (experts, *p.box.size[1:]))) for p in linear.places)
     name = ".".join(_RENAMED.get(word, word) for word in match[1].split("."))
-    parameter = "down_proj" if words == {"down"} else "gate_up_proj"
+    parameter = "gate_up_proj" if linear.places[0].matrix.part is not None else f"{words.pop()}_proj"
     return replace(linear, name=name, transposed=False, places=places, experts=experts, parameter=parameter)
 
 

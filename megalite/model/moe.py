@@ -99,20 +99,15 @@ class Experts(Adaptable):
         self.a_of_experts, self.b_of_experts = nn.ParameterList(), nn.ParameterList()
         for number, matrix in enumerate(chosen):
             is_down = matrix.tensor == self.down.sharding.pieces[0].tensor
-            weight, over = (self.down, (None, self.over)) if is_down else (self.up, (self.over, None))
-            (piece,) = weight.sharding.pieces
-            for factor, those, ranks in zip((matrix.a(rank), matrix.b(rank)), self._factors(), over, strict=True):
-                place = factor.place(piece, weight.sharding, ranks)
-                those.append(Parameter(place, weight.dtype, weight.device))
+            weight, with_a, with_b = (self.down, None, self.over) if is_down else (self.up, self.over, None)
+            self.a_of_experts.append(matrix.a(rank).beside(weight, with_a))
+            self.b_of_experts.append(matrix.b(rank).beside(weight, with_b))
             if is_down:
                 self._down_adapter = number
             else:
                 self._up_adapters[0 if matrix.part is None else matrix.part[1]] = number
         self._scale = config.lora_scale
         return [matrix.name for matrix in chosen]
-
-    def _factors(self) -> tuple[nn.ParameterList, nn.ParameterList]:
-        return self.a_of_experts, self.b_of_experts
 
     def _up_update(self, rows: Tensor, groups: ExpertRows) -> Tensor:
         """Return what adapters add to the inner states: [rows, ffn], or [rows, 2 * ffn] with a gate."""

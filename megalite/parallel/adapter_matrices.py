@@ -16,6 +16,7 @@ from torch import Tensor
 from megalite.config.adapters import AdaptersConfig
 from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Normal, Piece, Sharding
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
@@ -67,6 +68,11 @@ class Factor:
         shape = (padded, math.prod(size[len(size) - self.columns :])) if self.columns else (padded,)
         placed = replace(like, local_shape=shape, pieces=(Piece(self.tensor, box, 0, rows, splits),))
         return placed if over is None else replace(placed, replica_ranks=over.ranks, grad_is_partial=over.size > 1)
+
+    def beside(self, weight: Parameter, over: Group | None) -> Parameter:
+        """Return the parameter beside a weight of one piece. `over`: see `place`."""
+        (piece,) = weight.sharding.pieces
+        return Parameter(self.place(piece, weight.sharding, over), weight.dtype, weight.device)
 
     def sizes(self, of_tensor: Sequence[int]) -> tuple[int, ...]:
         """Return the lengths of the dimensions, given those of the adapted tensor or of a box of it."""

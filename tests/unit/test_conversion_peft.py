@@ -53,7 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite-dense", PLAIN),
     "llama, tables": ("llama", {**PLAIN, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
     "llama, head, dora": ("llama", {**PLAIN, "target_modules": ["lm_head"], "use_dora": True}),
-    "gpt-neox, tables, rslora": ("gpt-neox", {**PLAIN, "target_modules": ["embed_in", "embed_out"], "use_rslora": True}),
+    "gpt-neox, tables, rslora": (
+        "gpt-neox",
+        {**PLAIN, "target_modules": ["embed_in", "embed_out"], "use_rslora": True},
+    ),
     "mixtral, experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "mixtral, downs of experts": ("mixtral", {**PLAIN, "target_modules": [], "target_parameters": EXPERTS[1:]}),
     "qwen3-moe, a layer": (
@@ -61,9 +64,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**PLAIN, "target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
     ),
     "deepseek-v3, experts": ("deepseek-v3", {**PLAIN, "target_modules": ["o_proj"], "target_parameters": EXPERTS}),
-    "gpt-oss, experts": ("gpt-oss", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "gpt-oss, experts": (
+        "gpt-oss",
+        {"r": 3, "lora_alpha": 1, "target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    ),
 }
-OFTEN = ["llama, tables", "mixtral, experts", "llama, dora", "llama, some, ranks", "gpt2, fused", "deepseek-v3, latents"]
+OFTEN = [
+    "llama, tables",
+    "mixtral, experts",
+    "llama, dora",
+    "llama, some, ranks",
+    "gpt2, fused",
+    "deepseek-v3, latents",
+]
 
 
 def saved_by_peft(folder: Path, name: str, options: dict[str, Any]) -> Tensor:
@@ -134,15 +147,23 @@ OWN: dict[str, tuple[str, AdaptersConfig]] = {
     "gpt2, fused, rslora": ("gpt2", AdaptersConfig(lora_rank=3, lora_alpha=2.0, use_rslora=True)),
     "gpt-neox, fused, dora": ("gpt-neox", AdaptersConfig(lora_rank=2, use_dora=True)),
     "qwen3": ("qwen3", AdaptersConfig(lora_rank=2)),
-    "llama, tables": ("llama", AdaptersConfig(lora_rank=3, lora_target_modules=("all-linear", "lm_head", "embed_tokens"))),
+    "llama, tables": (
+        "llama",
+        AdaptersConfig(lora_rank=3, lora_target_modules=("all-linear", "lm_head", "embed_tokens")),
+    ),
     "llama, head, dora": ("llama", AdaptersConfig(lora_rank=3, lora_target_modules=("lm_head", "up"), use_dora=True)),
     "mixtral": ("mixtral", AdaptersConfig(lora_rank=3, lora_alpha=2.0)),
     "mixtral, gates, rslora": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("gate",), use_rslora=True)),
     "mixtral, a layer": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("layers.1.moe.*", "query"))),
     "olmoe": ("olmoe", AdaptersConfig(lora_rank=2)),
-    "deepseek-v3, experts": ("deepseek-v3", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.gate", "moe.up", "moe.down"))),
-    "deepseek-v3": ("deepseek-v3", AdaptersConfig(lora_rank=2)),
-    "gpt-oss": ("gpt-oss", AdaptersConfig(lora_rank=2)),
+    "deepseek-v3, experts": (
+        "deepseek-v3",
+        AdaptersConfig(lora_rank=2, lora_target_modules=("moe.gate", "moe.up", "moe.down")),
+    ),
+    "gpt-oss, experts": ("gpt-oss", AdaptersConfig(lora_rank=2, lora_alpha=0.5, lora_target_modules=("moe.*",))),
+    "nemotron, experts": ("nemotron-h", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.up", "moe.down"))),
+    "minimax-m2": ("minimax-m2", AdaptersConfig(lora_rank=2)),
+    "qwen3-moe, experts": ("qwen3-moe", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.*", "query"))),
 }
 
 
@@ -181,12 +202,15 @@ def test_what_cannot_be_said_or_computed_is_refused(tmp_path: Path) -> None:
     refused({"alpha_pattern": ["a"]}, "must be objects")
     refused({"lora_dropout": "x"}, "lora_dropout is 'x', which is no share below 1")
     refused({"base_model_name_or_path": "x" * 5000}, "which is no folder of a base here")
+    refused({"target_parameters": "w"}, "target_parameters is 'w', and no list of names")
     refused({"r": 3}, r"q_proj.lora_A.weight has shape \[2, 24\], and not \[3, 24\]")
     refused({"base_model_name_or_path": "meta-llama/Llama-3"}, "which is no folder of a base here")
     name = next(iter(tensors))
     refused({}, "belongs to no matrix", {name.replace("q_proj", "qq_proj"): tensors[name]})
     refused({}, "is missing", {name: tensors[name]})
     refused({}, "it has no adapters", {})
-    experts = drawn_adapters(tmp_path / "mixtral", "mixtral", AdaptersConfig(lora_rank=2))
-    with pytest.raises(CheckpointError, match=r"PEFT has no adapters of layers\.0\.moe\.down"):
+    changed = {**tensors, "base_model.model.lm_head.base_layer.weight": torch.zeros(2, 2)}
+    refused({}, "lm_head.base_layer.weight has other values than the base", changed)
+    experts = drawn_adapters(tmp_path / "deepseek", "deepseek-v3", AdaptersConfig(lora_rank=2))
+    with pytest.raises(CheckpointError, match=r"PEFT takes the name of model\.layers\.0\.mlp\.gate_proj for that"):
         write_peft(experts, tmp_path / "out")
