@@ -15,7 +15,7 @@ from megalite.conversion.peft import InMemory
 from megalite.errors import ConfigurationError
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.model.gpt import GPT
-from megalite.parallel.adapter import Adaptable, adaptable_layers, add_adapters
+from megalite.parallel.adapter import Adaptable, adaptable_layers, add_adapters, named
 from megalite.parallel.adapter_matrices import MAGNITUDE, A, B
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
@@ -196,6 +196,20 @@ def test_each_part_of_a_fused_weight_has_a_name() -> None:
     names = [matrix.name for matrix in matrices if matrix.name.startswith("layers.0.")]
     attention = ["query", "key", "value", "output"]
     assert names == [*(f"layers.0.attention.{each}" for each in attention), *(f"layers.0.moe.{n}" for n in OF_EXPERTS)]
+
+
+def test_tables_have_adapters_where_they_are_named_and_are_their_layers_own() -> None:
+    def found(cell: Cell, *targets: str) -> list[str]:
+        network = GPT(model_config(cell), ParallelMesh(device=torch.device("meta")))
+        matrices = named((m for layer in adaptable_layers(network) for m in layer.matrices()), targets)
+        return [matrix.name for matrix in matrices if matrix.is_table]
+
+    untied, both = replace(CELL, tied=False), ["embedding.word_embeddings", "output_layer"]
+    assert found(untied, "all-linear", "output") == []
+    assert found(untied, "lm_head", "embed_tokens") == found(untied, "word_embeddings", "output_layer") == both
+    assert found(untied, "*") == both
+    assert found(CELL, "*") == []
+    assert found(replace(untied, depths=1), "*") == ["output_layer"]
 
 
 OF_EXPERTS = ("gate", "up", "down")
