@@ -68,7 +68,7 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(run: Run, base: Path,
 
 @pytest.mark.wide
 def test_adapters_of_tables_are_saved_and_merged_as_others(run: Run, base: Path, tmp_path: Path) -> None:
-    """Under another layout, whose ranks have other rows of the vocabulary, and in a folder of PEFT and out of it."""
+    """Resume under another layout, whose ranks have other rows of the vocabulary, and read a folder of PEFT."""
     names = words("--lora-target-modules query lm_head embed_tokens")
     flags = (*CONSTANT, *LORA, *names)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
