@@ -75,7 +75,8 @@ class Adapters:
             found[f"{name}.lora_a"] = drawn.to(dtype)
             found[f"{name}.lora_b"] = draw(f"{name}.lora_b", (*rows, self.rank), noise, seed).to(dtype)
             if self.dora:
-                found[f"{name}.lora_magnitude"] = draw(f"{name}.lora_magnitude", rows, noise, seed).to(dtype)
+                lengths = inner if weight == "embedding.word" else rows
+                found[f"{name}.lora_magnitude"] = draw(f"{name}.lora_magnitude", lengths, noise, seed).to(dtype)
         return found
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +106,7 @@ class Adapters:
             changed = part + self.scale * (b.flatten(0, -2) @ a.flatten(1)).view_as(part)
         if not self.dora:
             return changed
-        over = tuple(range(-columns, 0))
+        over = (0,) if name.endswith("word_embeddings") else tuple(range(-columns, 0))
         first, now = (each.detach().square().sum(over, keepdim=True).sqrt() for each in (part, changed))
-        lengths = first + weights[f"{name}.lora_magnitude"][(..., *(None,) * columns)]
+        lengths = first + weights[f"{name}.lora_magnitude"].view(first.shape)
         return lengths / now * changed

@@ -88,6 +88,5 @@ def _of_tables(adapters: AdaptersConfig, model: ModelConfig) -> Iterator[str]:
             yield f"{flag}: depths of prediction have this weight, too: leave it out, or drop --mtp-num-layers"
         elif name == "output_layer" and model.depths and model.mtp_detach_heads:
             yield f"{flag}: --mtp-detach-heads leaves the output layer as it is: drop one of them"
-        for option in ("lora_dropout", "use_dora"):
-            if getattr(adapters, option) and not (option == "use_dora" and name == "output_layer"):
-                yield f"{flag_of(option)}: {target} has adapters without it alone: leave one of them out"
+        if adapters.lora_dropout:
+            yield f"--lora-dropout: {target} has adapters without it alone: leave one of them out"

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.atomic_files import new_folder, write_atomically
-from megalite.checkpoint.tensors import Kind, Source
+from megalite.checkpoint.tensors import Source
 from megalite.config import ModelConfig
 from megalite.config.adapters import AdaptersConfig
-from megalite.conversion.adapters import Adapters
+from megalite.conversion.adapters import Adapters, InMemory
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import family_of, forms_of
@@ -172,17 +172,6 @@ def _family(base: OpenedModel) -> Family:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class InMemory:
-    """Tensors in memory (a `Source`)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._values = tensors
-        self.tensors = {name: Kind(tuple(values.shape), values.dtype) for name, values in tensors.items()}
-
-    def fill(self, name: str, box: Box, values: Tensor) -> None:
-        values.copy_(self._values[name][box.slices()])
-
-
 class _Tables:
     """Tables of tokens of the base, which PEFT saves beside their adapters."""
 
@@ -276,18 +265,18 @@ def _own_tensors(
     found = {f"{matrix.name}.{A}": a.view(matrix.a(rank).tensor.shape)}
     found[f"{matrix.name}.{B}"] = b.view(matrix.b(rank).tensor.shape)
     if base is not None:
-        lengths = factors[MAGNITUDE][place.rows] - _lengths(base, matrix, part)
+        lengths = factors[MAGNITUDE][place.with_lengths] - _lengths(base, matrix, part)
         found[f"{matrix.name}.{MAGNITUDE}"] = lengths.view(matrix.magnitude().tensor.shape)
     return found
 
 
 def _lengths(base: Source, matrix: Matrix, part: Box) -> Tensor:
-    """Return the lengths of the rows of a matrix of the base."""
+    """Return the lengths of the rows of a matrix of the base, or of its columns if it is looked up."""
     kind = base.tensors[matrix.tensor.name]
     values = torch.empty(part.size, dtype=torch.promote_types(kind.dtype, torch.float32))
     base.fill(matrix.tensor.name, part, values)
     columns = math.prod(part.size[d] for d in matrix.columns)
-    return torch.linalg.vector_norm(values.reshape(-1, columns), dim=1)
+    return torch.linalg.vector_norm(values.reshape(-1, columns), dim=0 if matrix.looked_up else 1)
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -382,16 +371,16 @@ def _of_module(adapters: Adapters, module: Module, places: Sequence[Place]) -> d
     b = torch.zeros(experts, module.outputs, len(places) * rank, dtype=dtype)
     found = {A: a, B: b}
     if adapters.config.use_dora:
-        found[MAGNITUDE] = torch.zeros(module.outputs, dtype=dtype)
+        found[MAGNITUDE] = torch.zeros(module.shapes(rank)[MAGNITUDE], dtype=dtype)
         for place in module.places:
-            found[MAGNITUDE][place.rows] = _lengths(adapters.base, place.matrix, place.box).to(dtype)
+            found[MAGNITUDE][place.with_lengths] = _lengths(adapters.base, place.matrix, place.box).to(dtype)
     for number, place in enumerate(places):
         matrix, inner = place.matrix, slice(number * rank, (number + 1) * rank)
         read = {word: _read(own, f"{matrix.name}.{word}") for word in found}
         a[:, inner, place.columns] = read[A].reshape(experts, rank, -1)
         b[:, place.rows, inner] = read[B].reshape(experts, -1, rank)
         if MAGNITUDE in found:
-            found[MAGNITUDE][place.rows] += read[MAGNITUDE].flatten()
+            found[MAGNITUDE][place.with_lengths] += read[MAGNITUDE].flatten()
     return found
 
 

@@ -21,7 +21,7 @@ from megalite.parallel.adapter_matrices import MAGNITUDE, A, B, Matrix, matrices
 from megalite.parallel.sharding import Box, LogicalTensor
 
 WORDS = {A: "lora_A.weight", B: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
-LOOKED_UP = {A: "lora_embedding_B", B: "lora_embedding_A"}
+LOOKED_UP = {**WORDS, A: "lora_embedding_B", B: "lora_embedding_A"}
 """Words for the factors of a table that is looked up, whose transposed matrix PEFT adapts."""
 _OF_EXPERTS = re.compile(r"(.*\.experts)\.(?:0\.\w+\.weight|\w+_proj)")
 """Tensors of the first expert, or of all."""
@@ -43,6 +43,11 @@ class Place:
     box: Box
     rows: Tensor
     columns: Tensor
+
+    @property
+    def with_lengths(self) -> Tensor:
+        """Outputs or inputs of the module that have DoRA's lengths."""
+        return self.columns if self.matrix.looked_up else self.rows
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Module:
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the tensors of its adapter in files."""
         if self.looked_up:
-            return {A: (self.inputs, rank), B: (rank, self.outputs)}
+            return {A: (self.inputs, rank), B: (rank, self.outputs), MAGNITUDE: (self.inputs,)}
         numbered = rank * max(self.experts, 1)
         found: dict[str, tuple[int, ...]] = {A: (numbered, self.inputs), B: (self.outputs, numbered)}
         return found if self.experts else {**found, MAGNITUDE: (self.outputs,)}
@@ -160,8 +165,14 @@ def _linear(each: FileTensor, tensors: Mapping[str, LogicalTensor], *, of_expert
     if not places:
         return None
     outputs, inputs = shape[:-3:-1] if transposed else shape[-2:]
-    looked_up = places[0].matrix.tensor.name == "embedding.word"
-    return Module(each.name.removesuffix(".weight"), outputs, inputs, transposed, tuple(places), looked_up=looked_up)
+    return Module(
+        each.name.removesuffix(".weight"),
+        outputs,
+        inputs,
+        transposed,
+        tuple(places),
+        looked_up=places[0].matrix.looked_up,
+    )
 
 
 def _of_experts(each: FileTensor, match: re.Match[str], tensors: Mapping[str, LogicalTensor]) -> Module | None:

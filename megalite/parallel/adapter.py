@@ -78,7 +78,7 @@ class Term:
         """Return rows of a weight [rows of B, columns]."""
         found = self.piece.view(weight)
         found = found if self.part is None else found.select(*self.part)
-        return found.reshape(self.rows.stop - self.rows.start, -1)
+        return found.reshape(self.rows.stop - self.rows.start, math.prod(found.shape[-self.columns :]))
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,9 @@ class Adaptable(nn.Module):
                 if piece.tensor.name != matrix.tensor.name:
                     continue
                 of_a.setdefault(matrix.name, matrix.a(rank).place(piece, like, with_a))
-                placed, lengths = (each.place(piece, like, with_b) for each in (matrix.b(rank), matrix.magnitude()))
-                if with_b is not None:  # lengths are applied behind the sum over the ranks
+                placed, behind = matrix.b(rank).place(piece, like, with_b), with_a if matrix.looked_up else with_b
+                lengths = matrix.magnitude().place(piece, like, behind)
+                if behind is not None:  # lengths are applied behind the sum over the ranks
                     lengths = replace(lengths, grad_is_partial=self.splits_output)
                 found.append((placed, lengths))
                 inner, rows = chosen.index(matrix) * rank, placed.pieces[0].rows

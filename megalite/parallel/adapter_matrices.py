@@ -86,7 +86,8 @@ class Matrix:
     Attributes:
         name: that of the tensor, or of a part of it: `attention.key` and `attention.value` of `attention.key_value`.
         part: the dimension of the tensor that enumerates its parts, and the number of this one; None if it has none.
-        looked_up: True if its rows are looked up. PEFT draws A wider then.
+        looked_up: True if its rows are looked up. As in PEFT, A is drawn wider then, and DoRA's lengths are those of
+            columns.
     """
 
     name: str
@@ -138,8 +139,13 @@ class Matrix:
         return [self.a(rank), self.b(rank), *([self.magnitude()] if config.use_dora else [])]
 
     def magnitude(self) -> Factor:
-        """Return the difference of the lengths of rows to their first ones, [experts and rows as in the tensor]."""
-        return self._factor(MAGNITUDE, self.rows, None, 0, 0)
+        """Return the difference of lengths to the first ones, [experts and rows as in the tensor], or [columns]."""
+        return self._factor(MAGNITUDE, self.columns if self.looked_up else self.rows, None, 0, 0)
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """Dimensions of the tensor over which DoRA's lengths are."""
+        return self.rows if self.looked_up else self.columns
 
     def _factor(
         self, word: str, dimensions: tuple[int | None, ...], matrices: str | None, rank: int, columns: int
@@ -162,7 +168,8 @@ def matrices_of(tensor: LogicalTensor) -> list[Matrix]:
     """Return the matrices of a tensor that can have adapters: those that its record names, or a table of tokens."""
     if tensor.is_embedding_or_output and tensor.matrices is None:
         table = replace(tensor, matrices="tokens hidden -> 1 tokens hidden")
-        return [Matrix(TABLES.get(tensor.name, tensor.name.removesuffix(".weight")), table)]
+        name = TABLES.get(tensor.name, tensor.name.removesuffix(".weight"))
+        return [Matrix(name, table, looked_up=tensor.name == "embedding.word")]
     if tensor.matrices is None:
         return []
     name = tensor.name.removesuffix(".weight")

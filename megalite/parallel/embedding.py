@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.adapter import Adaptable
-from megalite.parallel.adapter_matrices import Matrix
+from megalite.parallel.adapter_matrices import Matrix, row_factors
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, RowsGradient, accumulate_grad
@@ -111,7 +111,7 @@ class _AdaptedRows(torch.autograd.Function):
 class VocabParallelEmbedding(Adaptable):
     """Embedding table split over ranks. Each rank looks up its own ids and zeros the others; then ranks are summed."""
 
-    lacks = ("lora_dropout", "use_dora")
+    lacks = ("lora_dropout",)
 
     def __init__(self, context: ParallelContext, weight: Sharding | Parameter, *, use: int = 0) -> None:
         """Make the layer.
@@ -132,9 +132,24 @@ class VocabParallelEmbedding(Adaptable):
         if self.update is not None:
             adapter = self.a, self.b[0], self.update.scale
             rows = _AdaptedRows.apply(self.weight, *adapter, ids, first, group, sequence_parallel)
+            if self.magnitudes:
+                rows = torch.addcmul(rows, rows, self._changes(self.update.scale))
         else:
             rows = _VocabParallelRows.apply(self.weight, ids, first, group, sequence_parallel, self.use)
         return rows
+
+    def _changes(self, scale: float) -> Tensor:
+        """Return the factors by which columns get the lengths of DoRA, less 1: [hidden]."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        with torch.no_grad():
+            both = self.weight, torch.addmm(self.weight, self.b[0], self.a, alpha=scale)
+            squares = torch.stack([each.to(wide).square().sum(0) for each in both])
+            first, now = collectives.all_reduce_(squares, self.group).sqrt().unbind()
+        return (row_factors(first, self.magnitudes[0].to(wide), now) - 1.0).to(self.weight.dtype)
+
+    @property
+    def splits_output(self) -> bool:  # type: ignore[override]
+        return self.sequence_parallel
 
     def matrices(self) -> list[Matrix]:
         return [replace(matrix, looked_up=True) for matrix in super().matrices()]

@@ -73,6 +73,8 @@ LAYOUTS: dict[str, Row] = {
     "tables, tp4-sp, padding alone": {**TABLES, "dp": 1, **SP, "tp": 4, "vocabulary": "empty", "fused_loss": True},
     "tables, zero3, gpt2": {**TABLES, "dp": 2, "zero": 3, "tp": 2, "family": "gpt2", "overlap": "reduce and gather"},
     "tables, scaled embeddings": {**TABLES, "dp": 1, **SP, "family": "gemma", "recompute": "uniform"},
+    "tables, dora, tp2-sp": {**TABLES, "adapters": "tables, dora", "dp": 1, **SP, "vocabulary": "odd"},
+    "tables, dora, cp2-tp2": {**TABLES, "adapters": "tables, dora", "dp": 1, "cp": 2, "tp": 2, "vocabulary": "empty"},
     "output layer, dora, cp2-tp2": {**TABLES, "adapters": "head, dora", "dp": 1, "cp": 2, "tp": 2, "vocabulary": "odd"},
     "output layer, depths": {**TABLES, "adapters": "head, dora", "dp": 1, **SP, "depths": 2},
 }

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.adapters import AdaptersConfig
-from megalite.conversion.adapters import Adapters
-from megalite.conversion.peft import InMemory
+from megalite.conversion.adapters import Adapters, InMemory
 from megalite.errors import ConfigurationError
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.model.gpt import GPT

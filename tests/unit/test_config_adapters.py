@@ -37,7 +37,6 @@ REFUSED = {
     LORA
     + UNTIED
     + "lm_head --mtp-num-layers 1 --mtp-detach-heads": "--lora-target-modules lm_head: --mtp-detach-heads",
-    LORA + UNTIED + "embed_tokens --use-dora": "--use-dora: embed_tokens has adapters without it alone: leave one",
     LORA + UNTIED + "output_layer --lora-dropout 0.1": "--lora-dropout: output_layer has adapters without it alone",
     LORA
     + "--load x --moe-use-upcycling --num-experts 2 --moe-router-topk 1": "--moe-use-upcycling changes the weights",
@@ -58,7 +57,7 @@ def test_what_does_not_go_together_is_refused(flags: str) -> None:
         LATENTS + "--lora-dropout 0.1 --cp-comm-type a2a",
         LATENTS.replace("--context-parallel-size 2", "--lora-dropout 0.1"),
         UNTIED + "lm_head embed_tokens query",
-        UNTIED + "lm_head attention.output --use-dora",
+        UNTIED + "lm_head attention.output embed_tokens --use-dora",
     ],
 )
 def test_options_go_with_the_layers_that_compute_them(flags: str) -> None:

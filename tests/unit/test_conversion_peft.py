@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from megalite.checkpoint import load_weights
 from megalite.config.adapters import AdaptersConfig
-from megalite.conversion.adapters import Adapters
+from megalite.conversion.adapters import Adapters, InMemory
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel, tensors_of_training
-from megalite.conversion.peft import CONFIG, WEIGHTS, InMemory, write_peft
+from megalite.conversion.peft import CONFIG, WEIGHTS, write_peft
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3, latents": ("deepseek-v3", {**PLAIN, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}),
     "granite": ("granite-dense", PLAIN),
     "llama, tables": ("llama", {**PLAIN, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
-    "llama, head, dora": ("llama", {**PLAIN, "target_modules": ["lm_head"], "use_dora": True}),
+    "llama, tables, dora": ("llama", {**PLAIN, "target_modules": ["lm_head", "embed_tokens"], "use_dora": True}),
     "gpt-neox, tables, rslora": (
         "gpt-neox",
         {**PLAIN, "target_modules": ["embed_in", "embed_out"], "use_rslora": True},
@@ -151,7 +151,10 @@ OWN: dict[str, tuple[str, AdaptersConfig]] = {
         "llama",
         AdaptersConfig(lora_rank=3, lora_target_modules=("all-linear", "lm_head", "embed_tokens")),
     ),
-    "llama, head, dora": ("llama", AdaptersConfig(lora_rank=3, lora_target_modules=("lm_head", "up"), use_dora=True)),
+    "llama, tables, dora": (
+        "llama",
+        AdaptersConfig(lora_rank=3, lora_target_modules=("lm_head", "up", "embed_tokens"), use_dora=True),
+    ),
     "mixtral": ("mixtral", AdaptersConfig(lora_rank=3, lora_alpha=2.0)),
     "mixtral, gates, rslora": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("gate",), use_rslora=True)),
     "mixtral, a layer": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("layers.1.moe.*", "query"))),
