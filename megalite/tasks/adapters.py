@@ -36,7 +36,7 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     if adapters.lora_rank is not None:
         layers = adaptable_layers(network)
-        matrices = [matrix for layer in layers for matrix in layer.matrices()]
+        matrices = sorted((m for layer in layers for m in layer.matrices()), key=lambda matrix: matrix.is_table)
         for target in adapters.lora_target_modules:
             if not named(matrices, [target]):
                 there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
