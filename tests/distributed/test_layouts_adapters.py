@@ -62,7 +62,6 @@ LAYOUTS: dict[str, Row] = {
 }
 OFTEN = [
     "alone, gpt2, some",
-    "tp2",
     "tp4-sp, shared groups, dora",
     "zb-v, tp2-sp",
     "zero3, tp2-sp, dora",

@@ -86,10 +86,8 @@ LAYOUTS: dict[str, Row] = {
 OFTEN = [
     "alone, biases and gates",
     "tp4, a group on two ranks",
-    "cp2, heads exchanged",
     "cp2, latents travel",
     "zero3",
-    "chosen keys, cp2-tp2-sp",
 ]
 RULES = ("sgd", "adam", "muon")
 
