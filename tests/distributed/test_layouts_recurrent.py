@@ -116,7 +116,8 @@ def test_matrices_of_layers_are_those_of_muon(pattern: str, rank_pools: RankPool
         assert_as_expected(each, result)
 
 
-@pytest.mark.parametrize("name", wide_except(LOADS, ["tp2 to pp2"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", LOADS)
 def test_a_checkpoint_goes_on_under_another_layout(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
     saving, loading = (make_cell({"cp": 1} | row, optimizer="adam", samples=4) for row in LOADS[name])
     check(rank_pools, [Pair(saving, loading)], tmp_path)
