@@ -36,6 +36,7 @@ class Adapters:
         own: the tensors of the adapters.
         tensors: the records of the base's weights.
         base_path: the folder of the base, if it has one.
+        changed: what the network computes otherwise than the base, in words; empty if nothing.
     """
 
     config: AdaptersConfig
@@ -43,6 +44,7 @@ class Adapters:
     own: Source
     tensors: Mapping[str, LogicalTensor]
     base_path: str | None = None
+    changed: str = ""
 
     def matrices(self) -> list[Matrix]:
         """Return the matrices that have adapters. Raises CheckpointError for adapters of none, or of other shapes."""
@@ -64,6 +66,15 @@ class Adapters:
     def merged(self) -> Source:
         """Return the weights in which the adapters are merged."""
         return Merged(self)
+
+
+def check_finite(adapters: Source, what: object) -> None:
+    """Raise CheckpointError if a tensor of the adapters of `what` has NaN or infinities."""
+    for name, kind in adapters.tensors.items():
+        values = torch.empty(kind.shape, dtype=kind.dtype)
+        adapters.fill(name, kind.whole, values)
+        if not values.isfinite().all():
+            raise CheckpointError(f"{what}: {name} has NaN or infinities: take an earlier checkpoint")
 
 
 class Merged:

@@ -260,6 +260,8 @@ def _read_modules(
                 problems.append(f"{name}.{WORDS[word]} {there}, and not {list(shapes[word])}")
             elif not values.dtype.is_floating_point:
                 problems.append(f"{name}.{WORDS[word]} is {values.dtype}, and weights are floating point")
+            elif not values.double().isfinite().all():
+                problems.append(f"{name}.{WORDS[word]} has NaN or infinities")
     if problems or not found:
         raise CheckpointError(f"{path}: " + "; ".join(problems[:5] or ["it has no adapters"]))
     return found
@@ -320,6 +322,11 @@ def write_peft(opened: OpenedModel, folder: Path, *, dtype: torch.dtype | None =
     adapters, folder = opened.adapters, folder.absolute()
     if adapters is None:
         raise CheckpointError(f"{opened.what} has no adapters: --saver hf writes its weights")
+    if adapters.changed:
+        raise CheckpointError(
+            f"{opened.what} has other rotary embeddings than its base, which a folder of PEFT cannot say "
+            f"({adapters.changed}): merge them (--saver hf)"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists: choose another folder")
     chosen = {matrix.name for matrix in adapters.matrices()}

@@ -25,9 +25,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
 from megalite.training.resume import ResumePoint
 
-_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora"
-"""Fields on which the function of adapters depends."""
-
 
 def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
     """Raise ConfigurationError for a name that the network does not have, or for what cannot be adapted or frozen."""
@@ -76,7 +73,7 @@ def saved_adapters(path: AnyPath, config: Mapping[str, Any]) -> AdaptersConfig:
     return checkpoint.saved_section(path, config, AdaptersConfig)
 
 
-def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig, model: ModelConfig) -> None:
     """Raise CheckpointError if a checkpoint has adapters that this run has not, or others."""
     saved = saved_adapters(path, config)
     if saved.lora_rank is None:
@@ -86,15 +83,30 @@ def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig
             f"{path} has adapters alone: give --lora-rank {saved.lora_rank} and the other flags of its run to train "
             "them on, or merge them into their base (tools/checkpoint/convert.py) and load that"
         )
-    check_same_adapters(str(path), saved, own)
+    check_same_adapters(str(path), saved, own, model)
 
 
-def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig) -> None:
-    """Raise CheckpointError if the adapters of `what` have other options than this run's."""
+def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError if the adapters of `what` have another scale, or other matrices, than those of this run."""
+    if saved == own:
+        return
+    matrices = [matrix.name for matrix in adaptable_matrices(GPT(model, ParallelMesh(device=torch.device("meta"))))]
+
+    def of(config: AdaptersConfig) -> dict[str, Any]:
+        """Return what counts, by the flags that say it."""
+        return {
+            "lora_rank": config.lora_rank,
+            "lora_alpha use_rslora": config.lora_scale,
+            "lora_target_modules": [name for name in matrices if is_target(name, config.lora_target_modules)],
+            "use_dora": config.use_dora,
+        }
+
+    theirs, ours = of(saved), of(own)
+    names = [name for flags in ours if theirs[flags] != ours[flags] for name in flags.split()]
     different = [
-        f"{flag_of(name)}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
-        for name in _SAME.split()
-        if getattr(saved, name) != getattr(own, name)
+        f"{flag_of(name)}: {then} in the checkpoint, {now} in this run"
+        for name in names
+        if (then := getattr(saved, name)) != (now := getattr(own, name))
     ]
     if different:
         raise CheckpointError("\n  ".join([f"{what} has other adapters than this run:", *different]))
@@ -141,6 +153,6 @@ def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig
 
     Raises CheckpointError if it is neither.
     """
-    if config.get(BASE, {}).get("path") is None:  # the initial weights
+    if (named := config.get(BASE, {}).get("path")) is None:  # the initial weights
         return None
-    return open_base(path, config, settings.load, verify=False)  # the trainer compares what all ranks have loaded
+    return open_base(path, [named, settings.load], "--load")  # the trainer compares what all ranks have loaded

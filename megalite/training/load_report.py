@@ -40,7 +40,7 @@ _OTHERWISE = {
     "alarms": "",
     "adapters": "",
     "preferences": "reference_log_probabilities",
-    "distillation": "distill_from",
+    "distillation": "distill_from distill_layout",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy

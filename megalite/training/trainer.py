@@ -16,7 +16,7 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
-from megalite.checkpoint.fingerprint import BASE, fingerprint
+from megalite.checkpoint.fingerprint import BASE, fingerprint, has_places
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.mixed import Resumed
@@ -423,8 +423,6 @@ class Trainer:
             base = None if copied else self.task.open_base(path, described)
         if base is not None:
             self.load_model(base)
-        if not self.task.saves_frozen:
-            self._know_base(path, described)
         state = checkpoint.load(
             path,
             self.network,
@@ -438,6 +436,8 @@ class Trainer:
             alone=resume_point.alone,
             holders=resume_point.holders,
         )
+        if not self.task.saves_frozen:
+            self._know_base(path, described)
         self.task.loaded()
         notes = (
             self.loaded.notes
@@ -508,13 +508,15 @@ class Trainer:
 
     def _know_base(self, path: AnyPath, described: Manifest) -> None:
         """Raise CheckpointError if the frozen weights are not those of the run that saved a checkpoint."""
-        theirs, ours = described.config.get(BASE, {}), fingerprint(self.optimizer, self.mesh)
+        theirs = described.config.get(BASE, {})
+        places = has_places(theirs.get("fingerprint"))
+        ours = fingerprint(self.optimizer, self.mesh, places=places)
         if theirs.get("fingerprint") != ours:
             raise CheckpointError(
                 f"{path} has adapters of other weights than {self._base.get('path') or 'the seed'} gives now in this "
                 "precision: give the precision and the base of its run"
             )
-        self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
+        self._base = {"path": theirs.get("path"), **self._base, **({"fingerprint": ours} if places else {})}
 
     def _base_for_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint says of frozen weights that it does not have. Called by all ranks together."""

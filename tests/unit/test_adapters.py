@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.config.adapters import AdaptersConfig
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.model.gpt import GPT
 from megalite.parallel.adapter import Adaptable, adaptable_matrices, add_adapters
@@ -18,7 +19,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.tasks.adapters import check_names
+from megalite.tasks.adapters import check_names, check_same_adapters
 from tests.distributed.layout_cell import Cell, model_config
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches
 from tests.dropout_rule import Dropout
@@ -133,6 +134,27 @@ def test_names_that_a_network_does_not_have_are_refused() -> None:
     refused(AdaptersConfig(freeze=("emb",)), "--freeze emb: no weight of this network has such a name")
     refused(AdaptersConfig(freeze=("*",)), "--freeze names all weights")
     refused(AdaptersConfig(freeze=("*.query",)), "layers.0.attention.query, and not layers.0.attention.key_value, with")
+
+
+def test_adapters_are_the_same_by_their_scale_and_their_matrices() -> None:
+    model, saved = model_config(CELL), AdaptersConfig(lora_rank=4)
+
+    def different(**changes: Any) -> str:
+        try:
+            check_same_adapters("run", saved, replace(saved, **changes), model)
+        except CheckpointError as error:
+            return str(error).partition("\n  ")[2]
+        return ""
+
+    every = ("q_proj", "k_proj", "value", "*.output", "gate", "up", "down")
+    for same in ({"lora_alpha": 4.0}, {"lora_alpha": 2.0, "use_rslora": True}, {"lora_target_modules": every}):
+        assert not different(**same)
+    assert not different(lora_dropout=0.5, lora_target_modules=("*",))
+    assert different(lora_alpha=8.0) == "--lora-alpha: None in the checkpoint, 8.0 in this run"
+    assert different(use_rslora=True) == "--use-rslora: False in the checkpoint, True in this run"
+    assert different(use_dora=True).startswith("--use-dora: False")
+    assert different(lora_rank=2).startswith("--lora-rank: 4")
+    assert different(lora_target_modules=every[1:]).startswith("--lora-target-modules: ('all-linear',)")
 
 
 def test_each_part_of_a_fused_weight_has_a_name() -> None:

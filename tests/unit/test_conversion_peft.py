@@ -165,6 +165,7 @@ def test_what_cannot_be_said_or_computed_is_refused(tmp_path: Path) -> None:
     name = next(iter(tensors))
     refused({}, "belongs to no matrix", {name.replace("q_proj", "qq_proj"): tensors[name]})
     refused({}, "is missing", {name: tensors[name]})
+    refused({}, "q_proj.lora_A.weight has NaN or infinities", tensors | {name: tensors[name] / 0})
     refused({}, "it has no adapters", {})
     experts = drawn_adapters(tmp_path / "mixtral", "mixtral", AdaptersConfig(lora_rank=2))
     with pytest.raises(CheckpointError, match=r"PEFT has no adapters of layers\.0\.moe\.down"):

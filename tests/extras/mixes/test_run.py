@@ -135,6 +135,28 @@ def test_a_mix_takes_over_from_a_blend_with_longer_samples(
     assert "is of a run with --data-mix-schedule" in left.stderr
 
 
+@pytest.mark.wide
+def test_a_run_goes_back_to_where_samples_became_longer(
+    prefixes: dict[str, str], run: Run, spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The checkpoint there counts shorter samples; those left out are longer ones, and the change stays recorded."""
+    path = schedule(tmp_path, prefixes, (0, {"web": 2, "code": 1}))
+    flags = (*FLAGS, "--max-position-embeddings", 32, "--save", tmp_path / "run")
+    run(*flags, "--train-iters", 4, data=(*NULL, "--data-mix-schedule", path))
+    longer = words("--train-iters 14 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 --resume auto")
+    alarms = words("--check-for-spiky-loss --spiky-loss-policy rewind --spiky-loss-factor 1.001 --spiky-loss-window 1")
+    ended = run(*flags, *longer, *alarms, "--save-interval", 20, data=(*NULL, "--data-mix-schedule", path))
+    assert "The run has gone back from step 12 to 4, without them" in ended.stdout
+    decisions = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    found = [(each["step"], each["kind"], each["samples"]) for each in decisions]
+    assert found == [(5, "data", [[0, 7]]), (5, "spike", [[22, 23]])]
+    lines = records(tmp_path / "run")
+    assert [(line["iteration"], line["consumed_tokens"]) for line in lines] == [
+        (step, 64 * step) for step in range(1, 15)
+    ]
+    assert "each of 38 samples was looked up: no token of a pass is missing" in ledger(spawn, tmp_path / "run")
+
+
 def test_numbers_of_samples_that_mean_something_else_are_told(
     prefixes: dict[str, str], run: Run, tmp_path: Path
 ) -> None:
