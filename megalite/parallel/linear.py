@@ -74,22 +74,20 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b = weights, ()
         whole = collectives.all_gather(input, group) if sequence_parallel else input
-        if update is None and len(weights) == 1:
-            ctx.save_for_backward(input)
-            return F.linear(whole, weights[0])
         if update is not None:
             ctx.weights, ctx.b = weights[: -update.weights], weights[-update.weights :]
         multiplied = ctx.weights if update is None else ctx.weights[:-1]
-        make = whole.new_empty if multiplied else whole.new_zeros
-        output = make(*whole.shape[:-1], sum(map(len, multiplied)) if multiplied else update.width)  # type: ignore[union-attr]
-        for weight, part in zip(multiplied, _split_outputs(_matrix(output), multiplied), strict=True):
-            torch.mm(_matrix(whole), weight.t(), out=part)
-        if update is None:
-            ctx.save_for_backward(input)
+        if len(multiplied) == 1:
+            output = F.linear(whole, multiplied[0])
         else:
-            inner = torch.mm(_matrix(whole), ctx.weights[-1].t())
-            update.add(_matrix(output), inner, ctx.b)
-            ctx.save_for_backward(input, inner)
+            width = sum(map(len, multiplied)) if update is None else update.width
+            output = (whole.new_empty if multiplied else whole.new_zeros)(*whole.shape[:-1], width)
+            for weight, part in zip(multiplied, _split_outputs(_matrix(output), multiplied), strict=True):
+                torch.mm(_matrix(whole), weight.t(), out=part)
+        inner = [] if update is None else [torch.mm(_matrix(whole), ctx.weights[-1].t())]
+        if update is not None:
+            update.add(_matrix(output), inner[0], ctx.b)
+        ctx.save_for_backward(input, *inner)
         return output
 
     @staticmethod

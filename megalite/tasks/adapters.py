@@ -19,7 +19,7 @@ from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
-from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
+from megalite.parallel.adapter import adaptable_layers, is_frozen, named
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -32,17 +32,17 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
         return
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     if adapters.lora_rank is not None:
-        matrices = adaptable_matrices(network)
+        layers = adaptable_layers(network)
+        matrices = sorted((m for layer in layers for m in layer.matrices()), key=lambda matrix: matrix.is_table)
         for target in adapters.lora_target_modules:
-            chosen = [matrix for matrix in matrices if is_target(matrix.name, [target])]
-            if not chosen:
+            if not named(matrices, [target]):
                 there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
                 raise ConfigurationError(
                     f"--lora-target-modules {target}: no matrix of this network has this name; it has "
                     f"{', '.join(there)}, such as {matrices[0].name}"
                 )
-            for matrix in chosen:
-                matrix.check(adapters.lora_rank)
+        for layer in layers:
+            layer.chosen(adapters)
     if adapters.freeze:
         problems = list(_freeze_problems(network, adapters.freeze))
         if problems:
@@ -90,14 +90,15 @@ def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig, m
     """Raise CheckpointError if the adapters of `what` have another scale, or other matrices, than those of this run."""
     if saved == own:
         return
-    matrices = [matrix.name for matrix in adaptable_matrices(GPT(model, ParallelMesh(device=torch.device("meta"))))]
+    layers = adaptable_layers(GPT(model, ParallelMesh(device=torch.device("meta"))))
+    matrices = [matrix for layer in layers for matrix in layer.matrices()]
 
     def of(config: AdaptersConfig) -> dict[str, Any]:
         """Return what counts, by the flags that say it."""
         return {
             "lora_rank": config.lora_rank,
             "lora_alpha use_rslora": config.lora_scale,
-            "lora_target_modules": [name for name in matrices if is_target(name, config.lora_target_modules)],
+            "lora_target_modules": [matrix.name for matrix in named(matrices, config.lora_target_modules)],
             "use_dora": config.use_dora,
         }
 

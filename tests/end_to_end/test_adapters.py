@@ -72,6 +72,30 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(run: Run, base: Path,
 
 
 @pytest.mark.wide
+def test_adapters_of_tables_are_saved_and_merged_as_others(run: Run, base: Path, tmp_path: Path) -> None:
+    """Resume under another layout, whose ranks have other rows of the vocabulary, and read a folder of PEFT."""
+    names = words("--lora-target-modules query lm_head embed_tokens")
+    flags = (*CONSTANT, *LORA, *names)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(*flags, "--train-iters", 4, "--save", whole)
+    split = words("--tp 2 --sequence-parallel --fused-linear-cross-entropy --use-distributed-optimizer")
+    run(*flags, *split, "--train-iters", 2, "--save", parts, world_size=2)
+    run(*flags, *words("--pp 2"), "--train-iters", 4, "--save", parts, *RESUMED, world_size=2)
+    assert max(abs(a - b) for a, b in zip(losses(parts), losses(whole), strict=True)) < 1e-5
+    assert {"model/output_layer.lora_a", "model/embedding.word_embeddings.lora_b"} <= saved_tensors(
+        step(parts, 4)
+    ).keys()
+    run(*flags, "--load", base, "--train-iters", 2, "--save", tmp_path / "own")
+    convert = words("--loader megalite --load-dir")
+    run_tool("convert", *convert, tmp_path / "own", *words("--saver peft --save-dir"), tmp_path / "peft")
+    run_tool("convert", *convert, tmp_path / "own", *words("--saver megalite --save-dir"), tmp_path / "merged")
+    short = words("--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 0 --eval-iters 0 --train-iters 1")
+    run(*short, "--load", tmp_path / "peft", "--save", tmp_path / "of peft")
+    run(*CONSTANT, "--train-iters", 1, "--load", tmp_path / "merged", "--finetune", "--save", tmp_path / "of merged")
+    assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of merged")[0]) < 1e-5
+
+
+@pytest.mark.wide
 def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path: Path) -> None:
     own, save = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run"
     flags = (*CONSTANT, *LORA, "--load", own)
