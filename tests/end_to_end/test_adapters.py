@@ -13,7 +13,7 @@ import pytest
 
 from megalite.checkpoint.fingerprint import fingerprint_of
 from megalite.checkpoint.manifest import read_manifest
-from megalite.conversion.peft import _InMemory
+from megalite.conversion.adapters import InMemory
 from tests.end_to_end.runs import (
     LLAMA,
     MOCK,
@@ -113,7 +113,7 @@ def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path
     shutil.copytree(step(base, 2), step(own, 2))
     told = read_manifest(step(save, 1))
     weights = saved_weights(step(base, 2))
-    first = fingerprint_of(_InMemory(weights), weights, lambda name: weights[name].dtype, places=False)
+    first = fingerprint_of(InMemory(weights), weights, lambda name: weights[name].dtype, places=False)
     aged = replace(told, config={**told.config, "base": {**told.config["base"], "fingerprint": first}})
     (step(save, 1) / "manifest.json").write_text(aged.to_json())
     run(*more, *LORA)  # the same weights in another copy, and a fingerprint of the first version

@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.checkpoint.fingerprint import _sum_of_bits, fingerprint, fingerprint_of, has_places
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.conversion.peft import _InMemory
+from megalite.conversion.adapters import InMemory
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import make_optimizer
@@ -22,7 +22,7 @@ from tests.unit.test_checkpoint import MODEL
 
 
 def of_tensors(tensors: dict[str, Tensor], *, places: bool = True) -> str:
-    return fingerprint_of(_InMemory(tensors), tensors, lambda name: tensors[name].dtype, places=places)
+    return fingerprint_of(InMemory(tensors), tensors, lambda name: tensors[name].dtype, places=places)
 
 
 @pytest.mark.parametrize("places", [True, False])
