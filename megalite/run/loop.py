@@ -22,6 +22,7 @@ from megalite.run.evaluation import evaluate
 from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
+from megalite.training.ledger import Decision, Ledger
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import (
     Metrics,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from megalite.run.copies import Copies
     from megalite.run.corruption import Watch
     from megalite.run.monitor import Monitor
-    from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
 """File of the run directory with decisions that depart from the plain rule, if there are any."""
@@ -482,8 +482,6 @@ class TrainingLoop:
 
     def _open_ledger(self, directory: AnyPath) -> Ledger:
         """Open the ledger, without the lines of steps that are run again."""
-        from megalite.training.ledger import Ledger  # few runs have one
-
         ledger = Ledger(directory / LEDGER, self.trainer.iteration)
         if ledger.note is not None:
             self.display.message(ledger.note)

@@ -95,6 +95,7 @@ def test_adapters_of_tables_are_saved_and_merged_as_others(run: Run, base: Path,
     assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of merged")[0]) < 1e-5
 
 
+@pytest.mark.wide
 def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path: Path) -> None:
     own, save = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run"
     flags = (*CONSTANT, *LORA, "--load", own)
@@ -141,6 +142,7 @@ def test_frozen_weights_stay_and_have_no_state(run: Run, base: Path, tmp_path: P
     assert "is of a run that trained other weights" in other
 
 
+@pytest.mark.wide
 def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, tmp_path: Path) -> None:
     """A run that continues with the adapters in such a folder begins with the loss that the first one would have."""
     own = tmp_path / "run"
