@@ -6,26 +6,29 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.tensors import Kind, natural_order, packed
+from megalite.checkpoint.tensors import Kind, Source, natural_order, packed
 from megalite.config import ModelConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion.block_fp8 import unpacked
+from megalite.conversion.block_fp8_writing import InBlocks, matrices, quantization_config
 from megalite.conversion.delta_families import IMAGES
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
-from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, Stored, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
 from megalite.conversion.prediction_layers import check_copies, copies_of_depths
 from megalite.data.tokenizers import build_tokenizer
@@ -225,6 +228,75 @@ def _with_positions(opened: OpenedModel) -> ModelConfig:
     )
 
 
+@dataclass(frozen=True)
+class Export:
+    """Contents of a folder of Hugging Face.
+
+    Attributes:
+        config: config.json without the numbers of special tokens.
+        mapping: tensors of the files, in no blocks.
+        source: what the files have.
+    """
+
+    family: Family
+    config: dict[str, Any]
+    mapping: list[FileTensor]
+    source: Source
+
+
+def export_of(opened: OpenedModel, dtype: torch.dtype | None, *, in_blocks: bool = False) -> Export:
+    """Return what a model's folder has. `in_blocks`: the matrices of linear layers and experts in blocks of fp8.
+
+    `dtype`: dtype to cast to; None: no cast. Raises CheckpointError if no family has this network, or its matrices are
+    written in blocks and are fp16, or of a family that has other tensors in their place.
+    """
+    model, before = _with_positions(opened), _config_before(opened)
+    family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
+    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
+    mapping += [replace(tensor, name=name) for name, tensor in copies_of_depths(mapping).items()]
+    source: Source = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
+    config["torch_dtype"] = dtype_name(dtype or opened.dtype)
+    if in_blocks:
+        if config["torch_dtype"] == "float16":  # the largest values of a tile may be rounded to more than fp16 has
+            raise CheckpointError("weights in blocks of fp8 stand for bf16 or fp32: give --target-params-dtype bf16")
+        chosen = matrices(mapping)
+        source = InBlocks(source, chosen)
+        config["quantization_config"] = quantization_config(mapping, chosen)
+    return Export(family, config, mapping, source)
+
+
+class _Unpacked:
+    """Tensors that a reader of an export finds (`Files`)."""
+
+    def __init__(self, export: Export) -> None:
+        source = export.source
+        stored = {name: (kind, functools.partial(_whole, source, name)) for name, kind in source.tensors.items()}
+        self._stored: Stored = unpacked(stored, export.config)
+        self.tensors = {name: kind for name, (kind, _) in self._stored.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._stored[name][1]()
+
+
+def _whole(source: Source, name: str) -> Tensor:
+    kind = source.tensors[name]
+    values = torch.empty(kind.shape, dtype=kind.dtype)
+    source.fill(name, kind.whole, values)
+    return values
+
+
+def rounded_to_blocks(opened: OpenedModel, dtype: torch.dtype | None) -> OpenedModel:
+    """Return a model with the weights that its export in blocks of fp8 stands for."""
+    export = export_of(opened, dtype, in_blocks=True)
+    return replace(opened, source=FromFiles(_Unpacked(export), export.mapping, logical_tensors(opened.config)))
+
+
+def _config_before(opened: OpenedModel) -> dict[str, Any]:
+    """Return the config.json in the folder of a model's tokenizer; empty if there is none."""
+    folder = opened.folder
+    return {} if folder is None or not (folder / "config.json").is_file() else read_config(folder)
+
+
 def write_huggingface(
     opened: OpenedModel,
     folder: Path,
@@ -233,32 +305,25 @@ def write_huggingface(
     shard: int,
     workers: int,
     advance: Advance,
+    in_blocks: bool = False,
 ) -> Family:
     """Write a model as a Hugging Face folder, which appears complete or not at all, and return its family.
 
     The tokenizer is copied. If the tokenizer's folder has a config.json, its family is preferred, and the numbers of
     special tokens are taken from it; otherwise the tokens that end texts are the model's. `dtype`: dtype to cast to;
-    None: no cast. `shard`: maximum size of a file in bytes. Raises CheckpointError if no family has this network, or if
-    the disk fails.
+    None: no cast. `shard`: maximum size of a file in bytes. `in_blocks`: see `export_of`. Raises CheckpointError as it
+    does, and if the disk fails.
     """
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists: choose another folder")
-    companions, model = opened.folder, _with_positions(opened)
-    before: dict[str, Any] = {}
-    if companions is not None and (companions / "config.json").is_file():
-        before = read_config(companions)
-    family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
-    mapping += [replace(tensor, name=name) for name, tensor in copies_of_depths(mapping).items()]
-    files = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
-    config["torch_dtype"] = dtype_name(dtype or opened.dtype)
+    export, before = export_of(opened, dtype, in_blocks=in_blocks), _config_before(opened)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
-    shards, file_format = weight_files(files.tensors, shard)
+    shards, file_format = weight_files(export.source.tensors, shard)
     with new_folder(folder) as temporary:
-        write_files(files, temporary, shards, file_format, workers, advance)
-        write_related(temporary, config, carried, companions)
-    return family
+        write_files(export.source, temporary, shards, file_format, workers, advance)
+        write_related(temporary, export.config, carried, opened.folder)
+    return export.family
 
 
 def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
@@ -268,7 +333,9 @@ def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
     file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
-    return [[(name, kinds[name].whole) for name in group] for group in names], file_format
+    # Wide numbers first, so that the bytes of each are aligned.
+    ordered = (sorted(group, key=lambda name: -kinds[name].dtype.itemsize) for group in names)
+    return [[(name, kinds[name].whole) for name in group] for group in ordered], file_format
 
 
 def write_related(folder: Path, config: Mapping[str, Any], carried: Mapping[str, Any], companions: Path | None) -> None:
