@@ -4,8 +4,8 @@
     python tools/checkpoint/convert.py --loader megalite --saver hf --load-dir run/llama --save-dir exported --verify
     python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/gpt --save-dir exported
 
-Weights are cast only if --target-params-dtype asks for it, and rounded to fp8 only if --quantize does. A model that the other format cannot describe exactly is
-refused, never approximated. The optimizer's state is not converted.
+Weights are cast only if --target-params-dtype asks for it, and rounded to fp8 only if --quantize does. A model that the
+other format cannot describe exactly is refused, never approximated. The optimizer's state is not converted.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def main() -> None:
         say(f"{arguments.save_dir}: the adapters of {opened.what}")
         return
     if arguments.saver == "hf":
-        from megalite.conversion.huggingface import without_unknown_depths
+        from megalite.conversion.export import without_unknown_depths
 
         opened = without_unknown_depths(opened)
     if arguments.tokenizer_model is not None:
@@ -106,7 +106,7 @@ def main() -> None:
         kinds = opened.source.tensors.values()
         size = sum(kind.size // kind.dtype.itemsize * (target or kind.dtype).itemsize for kind in kinds)
     else:
-        from megalite.conversion.huggingface import export_of
+        from megalite.conversion.export import export_of
 
         size = sum(kind.size for kind in export_of(opened, target, in_blocks=True).source.tensors.values())
     with show_progress("converting", size) as advance:
@@ -119,7 +119,7 @@ def main() -> None:
         say(note, to_error=True)
     if arguments.verify:
         if arguments.quantize is not None:
-            from megalite.conversion.huggingface import rounded_to_blocks
+            from megalite.conversion.export import rounded_to_blocks
 
             opened = rounded_to_blocks(opened, target)
         report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))

@@ -1,8 +1,8 @@
 """Weights in blocks of fp8 (e4m3), as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published: how they are read.
 
 A matrix NAME.weight is stored in fp8 beside NAME.weight_scale_inv in fp32, with a number for each tile of 128 x 128, by
-which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller. `block_fp8_writing.py` makes
-such files.
+which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller. Such files are made by
+`block_fp8_writing.py`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def quantization() -> Keys:
         for name, value in found.items():
             if name not in _NO_EFFECT and value not in _KNOWN.get(name, ()):
                 supported = " or ".join(map(repr, _KNOWN.get(name, ()))) or "no such key"
-                raise CheckpointError(
-                    f"{name[:80]} of quantization_config is {shown(value)}, but only {supported} is supported{_OTHERWISE}"
-                )
+                found_there = f"{name[:80]} of quantization_config is {shown(value)}"
+                raise CheckpointError(f"{found_there}, but only {supported} is supported{_OTHERWISE}")
         if found:
             _dtype(config)
         return {}
@@ -76,7 +75,11 @@ def unpacked(stored: Stored, config: Json) -> Stored:
             raise CheckpointError(f"{scale} has no {name} beside it")
         values, read_values = found[name]
         dtypes = (values.dtype, scales.dtype)
-        if len(values.shape) != 2 or tiles_of(values.shape) != scales.shape or dtypes != (torch.float8_e4m3fn, torch.float32):
+        if (
+            len(values.shape) != 2
+            or tiles_of(values.shape) != scales.shape
+            or dtypes != (torch.float8_e4m3fn, torch.float32)
+        ):
             raise CheckpointError(
                 f"{name} {list(values.shape)} and {scale} {list(scales.shape)} are not fp8 in blocks of 128 x 128"
             )

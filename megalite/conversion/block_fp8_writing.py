@@ -1,20 +1,21 @@
 """Weights in blocks of fp8 (e4m3), as `block_fp8.py` reads them: which matrices become blocks, and their tiles.
 
 Those of linear layers and experts are in blocks, as in the published files of DeepSeek-V3. Embedding, output layer,
-router, norms, biases, convolutions, what makes decays, and an indexer's weights of its heads stay as they are. Codes and
-scales are those that products have with `--fp8-recipe blockwise` where their tiles cover the same rows.
+router, norms, biases, convolutions, what makes decays, and an indexer's weights of its heads stay as they are. Codes
+and scales are those that products have with `--fp8-recipe blockwise` where their tiles cover the same rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.manifest import BLOCK
 from megalite.checkpoint.tensors import Kind, Source
 from megalite.conversion.block_fp8 import SCALE, TILE, tiles_of
 from megalite.conversion.mapping import FileTensor, LastTensor
@@ -57,20 +58,24 @@ def matrices(mapping: Iterable[FileTensor]) -> dict[str, FileTensor]:
     return found
 
 
-def quantization_config(mapping: Iterable[FileTensor], chosen: Container[str]) -> dict[str, Any]:
-    """Return what config.json says of files whose `chosen` tensors are in blocks, with all other matrices by name."""
-    plain = [each.name for each in mapping if len(each.shape) == 2 and each.name not in chosen]
+def quantization_config(mapping: Iterable[FileTensor], chosen: Iterable[str], head: str) -> dict[str, Any]:
+    """Return what config.json says of files whose `chosen` tensors are in blocks, with all other matrices by name.
+
+    `head`: name of the output layer, which is a matrix of other programs also if it is tied.
+    """
+    others = {*chosen, head}
+    plain = [each.name for each in mapping if len(each.shape) == 2 and each.name not in others]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "weight_block_size": [TILE, TILE],
         "activation_scheme": "dynamic",
-        "modules_to_not_convert": [name.removesuffix(_WEIGHT) for name in plain if name.endswith(_WEIGHT)],
+        "modules_to_not_convert": [name.removesuffix(_WEIGHT) for name in (*plain, head) if name.endswith(_WEIGHT)],
     }
 
 
 class InBlocks:
-    """Tensors of files, some of them as codes beside their scales (a `Source`), made by rows of tiles."""
+    """Tensors of files, some of them as codes beside their scales (a `Source`), made by bands: some rows of tiles."""
 
     def __init__(self, source: Source, chosen: Container[str]) -> None:
         """Create the source. `chosen`: names of the matrices in blocks."""
@@ -87,37 +92,38 @@ class InBlocks:
         matrix = name.removesuffix(SCALE)
         if matrix not in self._chosen:
             self._source.fill(name, box, values)
-        elif matrix != name:
-            for row, own in zip(box.indices(0), values, strict=True):
-                own.copy_(self._tiles(matrix, row).scales[0, box.slices()[1]])
-        else:
-            for row, rows in _rows_of_tiles(box):
-                codes = self._last.get((name, row), partial(self._codes, name, row))
-                first = row * TILE
-                part = codes[rows.start - first : rows.stop - first, box.slices()[1]]
-                values[rows.start - box.offset[0] : rows.stop - box.offset[0]].copy_(part)
+            return
+        make, step = self._codes, self._rows_of_band(matrix)
+        if matrix != name:
+            make, step = self._scales, step // TILE
+        for band in range(box.offset[0] // step, -(-(box.offset[0] + box.size[0]) // step)):
+            made = self._last.get((name, band), partial(make, matrix, band))
+            held = Box((band * step, 0), tuple(made.shape))
+            both = held.intersection(box)
+            if both is not None:
+                values[both.relative_to(box).slices()].copy_(made[both.relative_to(held).slices()])
 
-    def _codes(self, matrix: str, row: int) -> Tensor:
-        return self._tiles(matrix, row).codes
-
-    def _tiles(self, matrix: str, row: int) -> Tiles:
-        """Return a row of tiles of a matrix."""
+    def _rows_of_band(self, matrix: str) -> int:
+        """Return the number of rows of a band, of about a block of a checkpoint's file: a multiple of a tile's."""
         kind = self._source.tensors[matrix]
-        rows, columns = kind.shape
-        band = Box((row * TILE, 0), (min(TILE, rows - row * TILE), columns))
-        values = torch.empty(band.size, dtype=kind.dtype)
-        self._source.fill(matrix, band, values)
+        return TILE * max(BLOCK // (TILE * kind.shape[1] * kind.dtype.itemsize), 1)
+
+    def _codes(self, matrix: str, band: int) -> Tensor:
+        return self._band(matrix, band).codes
+
+    def _scales(self, matrix: str, band: int) -> Tensor:
+        return self._band(matrix, band).scales
+
+    def _band(self, matrix: str, band: int) -> Tiles:
+        """Read a band of a matrix and quantize it. Raises CheckpointError if it is not finite."""
+        kind, step = self._source.tensors[matrix], self._rows_of_band(matrix)
+        first, (rows, columns) = band * step, kind.shape
+        values = torch.empty(min(step, rows - first), columns, dtype=kind.dtype)
+        self._source.fill(matrix, Box((first, 0), tuple(values.shape)), values)
         tiles = quantize_weight(values, _RECIPE).forward
         if not tiles.scales.isfinite().all():
             raise CheckpointError(
-                f"{matrix} has NaN or infinities in rows {band.offset[0]:,} to {band.offset[0] + band.size[0] - 1:,}, "
-                "which blocks of fp8 cannot hold: write it without --quantize"
+                f"{matrix} has NaN or infinities in rows {first:,} to {first + len(values) - 1:,}, which blocks of fp8 "
+                "cannot hold: write it without --quantize"
             )
         return tiles
-
-
-def _rows_of_tiles(box: Box) -> Iterator[tuple[int, range]]:
-    """Yield the rows of tiles that a box meets, each with the box's rows in it."""
-    rows = box.indices(0)
-    for row in range(rows.start // TILE, -(-rows.stop // TILE)):
-        yield row, range(max(rows.start, row * TILE), min(rows.stop, (row + 1) * TILE))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.conversion import mxfp4
 from megalite.conversion import config_keys as keys
+from megalite.conversion import mxfp4
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT

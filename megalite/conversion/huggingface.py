@@ -6,30 +6,26 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
-from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.tensors import Kind, Source, natural_order, packed
+from megalite.checkpoint.tensors import Kind, natural_order, packed
 from megalite.config import ModelConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion.block_fp8 import unpacked
-from megalite.conversion.block_fp8_writing import InBlocks, matrices, quantization_config
 from megalite.conversion.delta_families import IMAGES
+from megalite.conversion.export import config_before, export_of
 from megalite.conversion.families import FAMILIES
-from megalite.conversion.family import CARRIED, Family, choose
+from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
-from megalite.conversion.mapping import FileTensor, FromFiles, Stored, ToFiles, file_tensors
-from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, file_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.conversion.prediction_layers import check_copies, copies_of_depths
 from megalite.data.tokenizers import build_tokenizer
 from megalite.data.tokenizers.folder import read_folder
@@ -69,7 +65,7 @@ def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True)
     forms, further = forms_of(family, model), family.of_prediction_layers(config)
     copies = copies_of_depths(next(iter(forms.values())))
     expected, left_out = frozenset(copies).union(*forms), None if model.depths else further
-    files = HuggingFaceFiles(folder, family, expected, left_out)
+    files = HuggingFaceFiles(folder, config, family, expected, left_out)
     notes = tuple(_left_out(folder, files.left_out))
     if model.depths and further is not None and not any(re.fullmatch(further, name) for name in files.tensors):
         notes = (f"note: {folder} has no tensors of layers that predict further tokens (MTP): it is read without",)
@@ -212,91 +208,6 @@ def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def without_unknown_depths(opened: OpenedModel) -> OpenedModel:
-    """Return the model without its depths of multi-token prediction, with a note, if no family has them."""
-    try:
-        choose(FAMILIES, _with_positions(opened))
-    except CheckpointError:
-        return opened.without_depths()
-    return opened
-
-
-def _with_positions(opened: OpenedModel) -> ModelConfig:
-    """Return the network with a maximum sequence length, which config.json has for every kind of positions."""
-    return replace(
-        opened.config, max_position_embeddings=opened.config.max_position_embeddings or opened.sequence_length
-    )
-
-
-@dataclass(frozen=True)
-class Export:
-    """Contents of a folder of Hugging Face.
-
-    Attributes:
-        config: config.json without the numbers of special tokens.
-        mapping: tensors of the files, in no blocks.
-        source: what the files have.
-    """
-
-    family: Family
-    config: dict[str, Any]
-    mapping: list[FileTensor]
-    source: Source
-
-
-def export_of(opened: OpenedModel, dtype: torch.dtype | None, *, in_blocks: bool = False) -> Export:
-    """Return what a model's folder has. `in_blocks`: the matrices of linear layers and experts in blocks of fp8.
-
-    `dtype`: dtype to cast to; None: no cast. Raises CheckpointError if no family has this network, or its matrices are
-    written in blocks and are fp16, or of a family that has other tensors in their place.
-    """
-    model, before = _with_positions(opened), _config_before(opened)
-    family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
-    mapping += [replace(tensor, name=name) for name, tensor in copies_of_depths(mapping).items()]
-    source: Source = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
-    config["torch_dtype"] = dtype_name(dtype or opened.dtype)
-    if in_blocks:
-        if config["torch_dtype"] == "float16":  # the largest values of a tile may be rounded to more than fp16 has
-            raise CheckpointError("weights in blocks of fp8 stand for bf16 or fp32: give --target-params-dtype bf16")
-        chosen = matrices(mapping)
-        source = InBlocks(source, chosen)
-        config["quantization_config"] = quantization_config(mapping, chosen)
-    return Export(family, config, mapping, source)
-
-
-class _Unpacked:
-    """Tensors that a reader of an export finds (`Files`)."""
-
-    def __init__(self, export: Export) -> None:
-        source = export.source
-        stored = {name: (kind, functools.partial(_whole, source, name)) for name, kind in source.tensors.items()}
-        self._stored: Stored = unpacked(stored, export.config)
-        self.tensors = {name: kind for name, (kind, _) in self._stored.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._stored[name][1]()
-
-
-def _whole(source: Source, name: str) -> Tensor:
-    kind = source.tensors[name]
-    values = torch.empty(kind.shape, dtype=kind.dtype)
-    source.fill(name, kind.whole, values)
-    return values
-
-
-def rounded_to_blocks(opened: OpenedModel, dtype: torch.dtype | None) -> OpenedModel:
-    """Return a model with the weights that its export in blocks of fp8 stands for."""
-    export = export_of(opened, dtype, in_blocks=True)
-    return replace(opened, source=FromFiles(_Unpacked(export), export.mapping, logical_tensors(opened.config)))
-
-
-def _config_before(opened: OpenedModel) -> dict[str, Any]:
-    """Return the config.json in the folder of a model's tokenizer; empty if there is none."""
-    folder = opened.folder
-    return {} if folder is None or not (folder / "config.json").is_file() else read_config(folder)
-
-
 def write_huggingface(
     opened: OpenedModel,
     folder: Path,
@@ -317,7 +228,7 @@ def write_huggingface(
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists: choose another folder")
-    export, before = export_of(opened, dtype, in_blocks=in_blocks), _config_before(opened)
+    export, before = export_of(opened, dtype, in_blocks=in_blocks), config_before(opened)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
     shards, file_format = weight_files(export.source.tensors, shard)
     with new_folder(folder) as temporary:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
+from megalite.conversion.config_keys import Json
 from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.mapping import Stored
@@ -42,11 +43,13 @@ _RESIDENT = 1 << 26
 class HuggingFaceFiles:
     """Weights in a folder, by their names in the family's table."""
 
-    def __init__(self, folder: Path, family: Family, expected: frozenset[str], left_out: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Json, family: Family, expected: frozenset[str], left_out: str | None = None
+    ) -> None:
         """Open the files.
 
-        `expected`: names that the table has for this model. `left_out`: pattern for the names of tensors of prediction
-        layers.
+        `config`: config.json. `expected`: names that the table has for this model. `left_out`: pattern for the names of
+        tensors of prediction layers.
 
         Raises CheckpointError if a file is unreadable or has further weights.
         """
@@ -54,7 +57,7 @@ class HuggingFaceFiles:
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
         unknown = []
-        for name, (kind, read) in _unpacked(folder, family.unpack).items():
+        for name, (kind, read) in _unpacked(folder, config, family.unpack).items():
             ours = canonical_name(name, family, expected)
             if ours in expected or ours == family.head:
                 if ours in self.tensors:
@@ -95,11 +98,11 @@ def open_files(folder: Path) -> Stored:
     return together
 
 
-def _unpacked(folder: Path, unpack: Callable[[Stored, Mapping[str, Any]], Stored]) -> Stored:
+def _unpacked(folder: Path, config: Json, unpack: Callable[[Stored, Json], Stored]) -> Stored:
     """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
     together = open_files(folder)
     try:
-        return unpack(together, read_config(folder))
+        return unpack(together, config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

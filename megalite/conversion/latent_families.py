@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalite.config.layer_specs import EXPERTS_LETTER, LATENT_LETTER
-from megalite.conversion import latent_keys
 from megalite.conversion import config_keys as keys
+from megalite.conversion import latent_keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
 from megalite.conversion.indexer_keys import INDEXERS, choosing_layers, indexer
