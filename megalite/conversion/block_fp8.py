@@ -96,8 +96,8 @@ def tiles_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def all_tiles_are_full(stored: Stored) -> bool:
     """Tell if no tile is smaller than others, as transformers 5.24 needs it to make weights of blocks."""
-    scales = (name for name in stored if name.endswith(SCALE))
-    return not any(size % TILE for scale in scales for size in stored[scale.removesuffix(SCALE)][0].shape)
+    in_blocks = (kind for name, (kind, _) in stored.items() if name + SCALE in stored)
+    return all(size % TILE == 0 for kind in in_blocks for size in kind.shape)
 
 
 def _multiply(

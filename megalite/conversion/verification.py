@@ -116,7 +116,9 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights.
+    """Load a folder's model in fp32.
+
+    Raises CheckpointError if transformers finds missing or unexpected weights, or makes no weights of its blocks.
 
     Weights in blocks of fp8 are dequantized, also where a GPU could multiply them as they are.
 
@@ -131,6 +133,8 @@ def load_with_transformers(folder: Path) -> Any:
     reader: Any = transformers.AutoModelForCausalLM  # Any, because its annotations omit the second result
     options: dict[str, Any] = {}
     if (blocks := config.get("quantization_config") or {}).get("quant_method") == "fp8":
+        if not all_tiles_are_full(open_files(folder)):
+            raise CheckpointError(f"{folder} has matrices with tiles below 128 x 128, of which transformers makes none")
         options["quantization_config"] = transformers.FineGrainedFP8Config(
             dequantize=True, modules_to_not_convert=blocks.get("modules_to_not_convert")
         )

@@ -19,7 +19,7 @@ from megalite.conversion.export import export_of, rounded_to_blocks
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.native import write_megalite
 from megalite.conversion.opened import OpenedModel
-from megalite.conversion.verification import TOLERANCE, verify
+from megalite.conversion.verification import TOLERANCE, load_with_transformers, verify
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from megalite_kernels.recipes import recipe
@@ -124,7 +124,7 @@ def test_what_is_read_is_what_the_codes_stand_for(name: str, tmp_path: Path) -> 
 
 
 def test_codes_and_scales_are_those_of_products(tmp_path: Path) -> None:
-    """Compare with gate and up of a layer rounded together, and with keys and values of a group, as products have them."""
+    """Compare with gate and up of a layer rounded together, and keys and values of a group, as products have them."""
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 384,
@@ -164,7 +164,7 @@ def test_codes_and_scales_are_those_of_products(tmp_path: Path) -> None:
     "name", wide_except([name for name in WRITTEN if name not in ("nemotron-h", "nemotron-3")], ["deepseek-v32"])
 )
 def test_transformers_has_blocks_for_the_same_matrices(name: str, tmp_path: Path) -> None:
-    """Compare with the modules that it replaces for a GPU. Nemotron's experts lack a key of config.json that it needs."""
+    """Compare with the modules that it replaces for a GPU. Nemotron's experts lack a key that it needs."""
     import transformers
     from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -203,6 +203,9 @@ def test_verification_compares_with_the_rounded_model(name: str, tmp_path: Path)
     assert (found.transformers is not None) == whole
     assert (found.transformers or 0.0) <= TOLERANCE * found.largest
     assert verify(opened, open_huggingface(tmp_path / "packed")).different
+    if not whole:
+        with pytest.raises(CheckpointError, match=r"has matrices with tiles below 128 x 128"):
+            load_with_transformers(tmp_path / "packed")
 
 
 def test_the_command_writes_and_verifies_blocks(tmp_path: Path) -> None:
