@@ -208,6 +208,24 @@ def test_verification_compares_with_the_rounded_model(name: str, tmp_path: Path)
             load_with_transformers(tmp_path / "packed")
 
 
+@pytest.mark.wide
+def test_depths_of_prediction_are_in_blocks_but_for_their_projection(tmp_path: Path) -> None:
+    theirs.save(tmp_path / "plain", "deepseek-v3", changes("deepseek-v3") | {"num_nextn_predict_layers": 1})
+    save_file(theirs.add_prediction_layers(tmp_path / "plain", 1), tmp_path / "plain" / "model.safetensors")
+    opened = open_huggingface(tmp_path / "plain")
+    assert opened.config.depths == 1
+    tensors = written(opened, tmp_path / "packed")
+    of_depth = {name.removeprefix("model.layers.3."): each for name, each in tensors.items() if ".layers.3." in name}
+    plain = {name for name, each in of_depth.items() if each.dim() == 2 and each.dtype != FP8 and "_scale" not in name}
+    assert plain == {"eh_proj.weight", "embed_tokens.weight", "shared_head.head.weight", "mlp.gate.weight"}
+    kept = export_of(opened, None, in_blocks=True).config["quantization_config"]["modules_to_not_convert"]
+    assert {f"model.layers.3.{name.removesuffix('.weight')}" for name in plain} <= {*kept}
+    again = open_huggingface(tmp_path / "packed")
+    assert again.config.depths == 1
+    expected, found = weights(rounded_to_blocks(opened, None)), weights(again)
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
 def test_the_command_writes_and_verifies_blocks(tmp_path: Path) -> None:
     theirs.save(tmp_path / "plain", "qwen3-moe", changes("qwen3-moe"))
     opened = open_huggingface(tmp_path / "plain")
