@@ -104,7 +104,8 @@ class ParallelContext:
         """Return the products of a linear layer whose outputs (rows) or inputs (columns) these ranks split."""
         if self.rounding is None:
             return PLAIN
-        return RoundedProducts(self.rounding, rows, columns, self.mesh.group(*AXES["heads"], "cp"))
+        sharers = ALONE if self.rounding.recipe.block else self.mesh.group("cp", *AXES["heads"])
+        return RoundedProducts(self.rounding, rows, columns, sharers)
 
     def split(
         self, tensor: LogicalTensor, dimensions: Mapping[int, Meaning], *, columns: int = 1, padded: int | None = None

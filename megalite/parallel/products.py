@@ -10,7 +10,7 @@ The gradients of weights are not rounded, unless asked: their blocks run along t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import product
 from megalite_kernels.tiles import Tiles, WeightTiles, largest, quantize, quantize_weight
@@ -38,6 +39,8 @@ class Products:
 
     rounds = False
     """True if operands are rounded."""
+    inside: Sequence[Inside] = ()
+    """The collectives of forward with other ranks than the tensor-parallel ones."""
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """Multiply [n, ..., in] of the ranks of `gathered`, joined along the first dimension, with [out, in]."""
@@ -72,6 +75,25 @@ class Rounding:
 
 
 @dataclass(frozen=True)
+class Roundings:
+    """How parts of a network round the operands of their products.
+
+    Attributes:
+        of_layers: that of each layer; none: they do not, nor do layers beyond them.
+    """
+
+    of_layers: tuple[Rounding | None, ...] = ()
+    of_depths: Rounding | None = None
+
+    def of_layer(self, layer: int) -> Rounding | None:
+        """Return that of a layer, by its number."""
+        return self.of_layers[layer] if layer < len(self.of_layers) else None
+
+
+UNROUNDED = Roundings()
+
+
+@dataclass(frozen=True)
 class RoundedProducts(Products):
     """Products of operands that are rounded by a recipe.
 
@@ -79,16 +101,21 @@ class RoundedProducts(Products):
         rows: the ranks that split the outputs, as rows of the weight.
         columns: the ranks that split the inputs, as columns of the weight.
         sharers: the ranks that have parts of the same activations.
-        bounds: the largest values of a gradient and an input of which all ranks have parts; None: not known yet.
+        bounds: the largest values of a gradient, and perhaps an input, of which ranks have parts; none: not known yet.
     """
 
     rounding: Rounding
     rows: Group = ALONE
     columns: Group = ALONE
     sharers: Group = ALONE
-    bounds: tuple[Tensor, Tensor] | None = None
+    bounds: tuple[Tensor, ...] = ()
 
     rounds = True
+
+    @property
+    def inside(self) -> Sequence[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        return (Inside("largest values of a tensor", "tp x cp"),) if self.sharers.axis == "cp" else ()
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """See `Products`. Codes are gathered, not values."""
@@ -100,13 +127,13 @@ class RoundedProducts(Products):
         """See `Products`. If a tensor has one scale, ranks agree on it here."""
         if self.rounding.recipe.block:
             return self
-        own = [largest(each, self.rounding.recipe) for each in (as_matrix(gradient), as_matrix(input))]
-        both = collectives.all_reduce_(torch.stack([each for each in own if each is not None]), self.sharers, "max")
-        return replace(self, bounds=(both[0], both[1]))
+        needed = (gradient, input) if self.rounding.weight_gradients else (gradient,)
+        tops = [top for each in needed if (top := largest(each, self.rounding.recipe)) is not None]
+        return replace(self, bounds=collectives.all_reduce_(torch.stack(tops), self.sharers, "max").unbind())
 
     def input_gradient(self, gradient: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """See `Products`."""
-        bound = None if self.bounds is None else self.bounds[0]
+        bound = self.bounds[0] if self.bounds else None
         own = self._rounded(gradient, self.rounding.recipe.backward, self.rows, bound)
         return self._product(_gathered(own, gathered), self.tiles(weight).backward, gradient.dtype)
 
@@ -119,25 +146,23 @@ class RoundedProducts(Products):
     def tiles(self, weight: Parameter) -> WeightTiles:
         """Return the codes and scales of a weight, which are made once while they are kept (`kept_codes`)."""
         if not weight.codes:
-            found = quantize_weight(weight.detach(), self.rounding.recipe, *self._of_weight(weight.detach()))
+            found = quantize_weight(weight.detach(), self.rounding.recipe, *self._tops(weight.detach()))
             if weight.codes is None:
                 return found
             weight.codes.append(found)
         kept: WeightTiles = weight.codes[0]
         return kept
 
-    def _of_weight(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _tops(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the largest values of the weight's rows and columns, or of all of it, over the ranks that split it."""
         recipe = self.rounding.recipe
-        found = []
-        for matrix, over in ((weight, self.columns), (weight.t(), self.rows)):
-            if (own := largest(matrix, recipe)) is not None:
-                if not recipe.block:
-                    own = collectives.all_reduce_(own, self.rows, "max")
-                    over = self.columns
-                own = collectives.all_reduce_(own, over, "max")
-            found.append(own)
-        return found[0], found[1]
+        if (top := largest(weight, recipe)) is None:
+            return None, None
+        if not recipe.block:
+            return collectives.all_reduce_(top, self.columns if self.columns.size > 1 else self.rows, "max"), None
+        of_columns = largest(weight.t(), recipe)
+        assert of_columns is not None
+        return collectives.all_reduce_(top, self.columns, "max"), collectives.all_reduce_(of_columns, self.rows, "max")
 
     def _rounded(self, values: Tensor, kind: torch.dtype, over: Group, bound: Tensor | None = None) -> Tiles:
         """Round [rows, columns], of which the ranks of `over` have other columns."""
@@ -157,7 +182,7 @@ class RoundedProductGradient(Gradient):
     output_gradient: Tensor  # [tokens, out]
     input: Tensor  # [tokens, in]
     recipe: Recipe
-    bounds: tuple[Tensor, Tensor] | None
+    bounds: tuple[Tensor, ...]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         recipe, bounds = self.recipe, self.bounds or (None, None)

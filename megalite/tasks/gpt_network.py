@@ -25,10 +25,14 @@ from megalite.conversion.opened import (
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.products import kept_codes
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
@@ -67,6 +71,10 @@ class GPTNetworkTask(Task):
             if self.config.offload.offloads_activations:
                 self.offloading = offload_layers(chunks, self.config.offload)
         return chunks
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        if self.config.low_precision.recipe is not None:
+            engine.within = partial(kept_codes, self.chunks)
 
     @property
     def set_values(self) -> Callable[[Parameter], None]:

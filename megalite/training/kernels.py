@@ -102,6 +102,19 @@ def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
         )
 
 
+def require_recipe(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigurationError if a GPU has no products in the few bits that are asked for, or none has run them."""
+    chosen = config.low_precision
+    if chosen.recipe is None or device.type != "cuda":
+        return
+    if config.training.fp64:
+        raise ConfigurationError(f"{chosen.flag} with --fp64 on a GPU, which has no such products: run it on a CPU")
+    if chosen.recipe in ("mxfp8", "nvfp4"):
+        raise ConfigurationError(f"{chosen.flag}: no GPU that has it has run it yet: run it on a CPU, or take blockwise")
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        raise ConfigurationError(f"{chosen.flag} needs a GPU of compute capability 9.0: leave it out to train in bf16")
+
+
 def require_compiler() -> None:
     """Raise ConfigurationError if the compiler that torch.compile needs is missing."""
     if torch.cuda.is_available():
