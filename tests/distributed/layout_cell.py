@@ -432,6 +432,11 @@ def indexing_options(cell: Cell) -> dict[str, Any]:
     }
 
 
+def ffn(cell: Cell) -> int:
+    """Return the inner width of dense feed-forward layers."""
+    return 24 if cell.wide == 1 else 32 * cell.wide
+
+
 def roundings(cell: Cell) -> Roundings:
     """Return how the layers of the cell round operands."""
     if cell.recipe is None:
@@ -463,7 +468,7 @@ def _plain_model(cell: Cell) -> ModelConfig:
         hidden_size=HIDDEN * cell.wide,
         num_attention_heads=heads,
         kv_channels=4 * cell.wide,
-        ffn_hidden_size=24 * cell.wide,
+        ffn_hidden_size=ffn(cell),
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=cell.sequence + 1,
@@ -588,7 +593,7 @@ def network(cell: Cell) -> Network:
         heads=heads,
         groups=groups,
         head_dim=4 * cell.wide,
-        ffn=24 * cell.wide,
+        ffn=ffn(cell),
         vocabulary=VOCABULARIES[cell.vocabulary][0],
         std=0.2,
         positions=cell.sequence + 1 if cell.family in ("gpt2", "switch") else 0,
@@ -605,7 +610,7 @@ def network(cell: Cell) -> Network:
         sinks=oss or cell.softmax_type == "learnable",
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
-        expert_ffn=EXPERT_FFN.get(family) or 24,
+        expert_ffn=EXPERT_FFN.get(family) or ffn(cell),
         shared_ffn=SHARED_FFN.get(family, 0),
         shared_gate=family == "switch",
         latent=LATENT.get(family, 0),
