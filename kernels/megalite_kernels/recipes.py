@@ -4,8 +4,8 @@
 |---|---|---|---|
 | `tensorwise` | e4m3; hybrid: gradients e5m2 | the tensor | fp32: 1 / (largest code / maximum) |
 | `blockwise` | e4m3; hybrid: gradients e5m2 | 1 x 128 of a token's row, 128 x 128 of a weight | fp32, a power of two |
-| `mxfp8` | e4m3 | 1 x 32 | e8m0 |
-| `nvfp4` | e2m1 | 1 x 16 | e4m3, times one of fp32 for each row |
+| `mxfp8` | e4m3 | 1 x 32 of a row | e8m0, the power of two of the maximum |
+| `nvfp4` | e2m1 | 1 x 16 of a row | e4m3, times one of fp32 for each row |
 
 docs/fp8_tables.md has the rules in full and says whose they are.
 """
@@ -31,7 +31,7 @@ class Recipe:
         forward: format of codes of activations and weights.
         backward: format of codes of gradients.
         block: elements along the contraction that share a scale; 0: all of the tensor's.
-        scaling: how a scale follows from the largest magnitude below it, `tiles.scales`.
+        scaling: how a scale follows from the largest magnitude below it: `tiles.scales_of`.
     """
 
     name: RecipeName
@@ -39,6 +39,11 @@ class Recipe:
     backward: torch.dtype
     block: int
     scaling: Scaling
+
+    @property
+    def in_squares(self) -> bool:
+        """True if a weight's scales cover squares of `block` rows and columns, so that both its products share them."""
+        return self.block > 0 and self.scaling in ("quotient", "ceiling")
 
 
 _RECIPES = {
