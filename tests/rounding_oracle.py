@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 ROUNDED = re.compile(
     r"layers\.(\d+)\.(attention\.(query|gate|key_value|output)|(mlp|moe\.shared)\.(up|gate_up|down)"
-    r"|moe\.latent_(up|down)|short_convolution\.(B|C|x|output))"
+    r"|moe\.(latent_up|latent_down|up|gate_up|down)|short_convolution\.(B|C|x|output))"
 )
 TOGETHER = (("query", "gate", "key_value"), ("B", "C", "x"))
 """Last parts of the names of weights of which each layer multiplies its input with all as one matrix."""
@@ -146,6 +146,8 @@ class Rule:
     def rounds(self, name: str) -> bool:
         """Tell whether the product with a weight is rounded."""
         found = ROUNDED.fullmatch(name)
+        if self.recipe == "tensorwise" and name.rpartition(".")[0].endswith(".moe") and "latent" not in name:
+            return False
         return found is not None and int(found[1]) not in self.plain_layers
 
 
@@ -167,32 +169,40 @@ class _Linear(torch.autograd.Function):
 
 
 class RoundedLinears(TorchFunctionMode):
-    """Products with named weights, as one for weights that are multiplied together."""
+    """Products with named weights, as one for weights that are multiplied together; those of experts one by one."""
 
     def __init__(self, weights: Mapping[str, Tensor], rule: Rule) -> None:
         """Watch for products with these weights."""
         super().__init__()
-        self._weights, self._rule = weights, rule
-        self._names = {weight.data_ptr(): name for name, weight in weights.items() if rule.rounds(name)}
-        self._made: dict[str, Tensor] = {}
+        self._rule, self._made = rule, dict[int, Tensor]()
+        self._together: dict[int, list[Tensor]] = {}
+        """Matrices that are multiplied together, by the address of each."""
+        rounded = [name for name in weights if rule.rounds(name)]
+        for name in rounded:
+            begin, _, last = name.rpartition(".")
+            if begin.endswith(".moe") and not last.startswith("latent"):
+                for expert in weights[name]:
+                    self._together[expert.data_ptr()] = [_matrix(last, expert)]
+                continue
+            parts = next((those for those in TOGETHER if last in those), (last,))
+            names = [each for part in parts if (each := f"{begin}.{part}") in rounded]
+            matrices = [_matrix(part.rpartition(".")[2], weights[part]) for part in names]
+            self._together[weights[name].data_ptr()] = matrices
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.linear or (name := self._names.get(args[1].data_ptr())) is None:
+        if func is not F.linear or (address := args[1].data_ptr()) not in self._together:
             return func(*args, **(kwargs or {}))
-        if name not in self._made:
-            self._multiply(name, args[0])
-        return self._made.pop(name)
+        if address not in self._made:
+            matrices = self._together[address]
+            output = _Linear.apply(args[0], torch.cat(matrices), self._rule)
+            parts = output.split([len(each) for each in matrices], dim=-1)
+            self._made |= dict(zip([each.data_ptr() for each in matrices], parts, strict=True))
+        output, bias = self._made.pop(address), args[2] if len(args) > 2 else None
+        return output if bias is None else output + bias
 
-    def _multiply(self, name: str, input: Tensor) -> None:
-        begin, _, last = name.rpartition(".")
-        together = next((those for those in TOGETHER if last in those), (last,))
-        names = [each for part in together if (each := f"{begin}.{part}") in self._names.values()]
-        matrices = [self._matrix(each) for each in names]
-        output = _Linear.apply(input, torch.cat(matrices), self._rule)
-        self._made |= dict(zip(names, output.split([len(each) for each in matrices], dim=-1), strict=True))
 
-    def _matrix(self, name: str) -> Tensor:
-        weight = self._weights[name]
-        return weight.flatten(1) if name.endswith("output") else weight.flatten(0, -2)
+def _matrix(last: str, weight: Tensor) -> Tensor:
+    """Return a weight as a matrix, by the last part of its name."""
+    return weight.flatten(1) if last in ("output", "down") else weight.flatten(0, -2)

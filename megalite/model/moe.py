@@ -64,7 +64,14 @@ class Experts(Adaptable):
             self.down_bias = context.parameter(added_once)
         self.over = context.group("expert ffn")
         self.adds_bias = self.over.rank == 0
-        self.up_product, self.down_product = grouped_linear, activated_grouped_linear
+        # One scale for all rows of an expert would follow from which micro-batches the ranks have.
+        if context.rounding is not None and not context.rounding.recipe.block:
+            context = replace(context, rounding=None)
+        up_products, down_products = context.products(rows=self.over), context.products(columns=self.over)
+        self.up_product = partial(grouped_linear, products=up_products)
+        self.down_product = partial(activated_grouped_linear, products=down_products)
+        splits_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
+        self.inside = [Inside("largest values of rows", "etp")] if splits_rows else []
         self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)
         self._up_adapters: dict[int, int] = {}
         """Numbers of the adapters of the first matrix, or of its gate and of the rest."""

@@ -22,7 +22,9 @@ from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
 from megalite.parallel.stage_module import Inside
+from megalite_kernels.grouped import grouped_product
 from megalite_kernels.recipes import Recipe
+from megalite_kernels.scaled_products import grouped_product as scaled_grouped_product
 from megalite_kernels.scaled_products import product
 from megalite_kernels.tiles import Tiles, WeightTiles, largest, quantize, quantize_weight
 
@@ -57,6 +59,19 @@ class Products:
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Gradient:
         """Return the product of [tokens, out] and [tokens, in], which is added to the gradient of the weight."""
         return ProductGradient(gradient, input)
+
+
+    def of_groups(
+        self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
+    ) -> Tensor:
+        """Multiply each row with the matrix of its group, as `forward` does, or `input_gradient` in backward.
+
+        Args:
+            weight: a matrix [out, in] for each group, one below the other.
+            offsets, ends: see `grouped_product`.
+        """
+        matrices = _matrices(weight, offsets)
+        return grouped_product(rows, matrices if backward else matrices.transpose(1, 2), offsets, ends)
 
 
 PLAIN = Products()
@@ -120,7 +135,7 @@ class RoundedProducts(Products):
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """See `Products`. Codes are gathered, not values."""
         own = self._rounded(as_matrix(input), self.rounding.recipe.forward, self.columns)
-        found = self._product(_gathered(own, gathered), self.tiles(weight).forward, input.dtype)
+        found = self._product(_gathered(own, gathered), self.tiles(weight)[0].forward, input.dtype)
         return found.view(-1, *input.shape[1:-1], found.shape[1])
 
     def in_backward(self, gradient: Tensor, input: Tensor) -> Products:
@@ -135,7 +150,7 @@ class RoundedProducts(Products):
         """See `Products`."""
         bound = self.bounds[0] if self.bounds else None
         own = self._rounded(gradient, self.rounding.recipe.backward, self.rows, bound)
-        return self._product(_gathered(own, gathered), self.tiles(weight).backward, gradient.dtype)
+        return self._product(_gathered(own, gathered), self.tiles(weight)[0].backward, gradient.dtype)
 
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Gradient:
         """See `Products`."""
@@ -143,26 +158,44 @@ class RoundedProducts(Products):
             return ProductGradient(gradient, input)
         return RoundedProductGradient(gradient, input, self.rounding.recipe, self.bounds)
 
-    def tiles(self, weight: Parameter) -> WeightTiles:
-        """Return the codes and scales of a weight, which are made once while they are kept (`kept_codes`)."""
-        if not weight.codes:
-            found = quantize_weight(weight.detach(), self.rounding.recipe, *self._tops(weight.detach()))
-            if weight.codes is None:
-                return found
-            weight.codes.append(found)
-        kept: WeightTiles = weight.codes[0]
-        return kept
+    def of_groups(
+        self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
+    ) -> Tensor:
+        """See `Products`. A row's scales are its own, whatever other rows a rank has of its group."""
+        recipe, tiles = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
+        if backward:
+            own, matrices = self._rounded(rows, recipe.backward, self.rows), [each.backward for each in tiles]
+        else:
+            own, matrices = self._rounded(rows, recipe.forward, self.columns), [each.forward for each in tiles]
+        return scaled_grouped_product(own, matrices, offsets, recipe, rows.dtype)
 
-    def _tops(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the largest values of the weight's rows and columns, or of all of it, over the ranks that split it."""
-        recipe = self.rounding.recipe
-        if (top := largest(weight, recipe)) is None:
-            return None, None
-        if not recipe.block:
-            return collectives.all_reduce_(top, self.columns if self.columns.size > 1 else self.rows, "max"), None
-        of_columns = largest(weight.t(), recipe)
-        assert of_columns is not None
-        return collectives.all_reduce_(top, self.columns, "max"), collectives.all_reduce_(of_columns, self.rows, "max")
+    def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
+        """Return the codes and scales of a weight of so many matrices, which are made once while they are kept."""
+        if weight.codes:
+            return weight.codes
+        recipe, matrices = self.rounding.recipe, weight.detach().view(groups, -1, weight.shape[-1]).unbind()
+        tops = zip(*self._tops(matrices), strict=True)
+        found = [quantize_weight(matrix, recipe, *each) for matrix, each in zip(matrices, tops, strict=True)]
+        if weight.codes is not None:
+            weight.codes += found
+        return found
+
+    def _tops(self, matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Return the largest values of the matrices' rows and of their columns, over the ranks that split them.
+
+        Of those with one scale, all values count, and none of columns.
+        """
+        recipe, nothing = self.rounding.recipe, [None] * len(matrices)
+        of_rows = self._over(matrices, self.columns if recipe.block or self.columns.size > 1 else self.rows)
+        if of_rows is None:
+            return nothing, nothing
+        of_columns = self._over([matrix.t() for matrix in matrices], self.rows) if recipe.block else None
+        return of_rows, of_columns or nothing
+
+    def _over(self, matrices: Sequence[Tensor], group: Group) -> Sequence[Tensor] | None:
+        """Return the largest values of each matrix, or of its rows, over the ranks of a group; None: not needed."""
+        tops = [top for each in matrices if (top := largest(each, self.rounding.recipe)) is not None]
+        return collectives.all_reduce_(torch.stack(tops), group, "max").unbind() if tops else None
 
     def _rounded(self, values: Tensor, kind: torch.dtype, over: Group, bound: Tensor | None = None) -> Tiles:
         """Round [rows, columns], of which the ranks of `over` have other columns."""
@@ -193,6 +226,11 @@ class RoundedProductGradient(Gradient):
             target.copy_(found)
         else:
             target.add_(found)
+
+
+def _matrices(weight: Tensor, offsets: Sequence[int]) -> Tensor:
+    """View the weight as [groups, out, in]."""
+    return weight.detach().view(len(offsets) - 1, -1, weight.shape[-1])
 
 
 def _gathered(tiles: Tiles, group: Group) -> Tiles:
