@@ -97,15 +97,12 @@ def mxfp8(values: Tensor, format: str) -> Tensor:
 def nvfp4(values: Tensor, format: str) -> Tensor:
     """An fp32 number for each row, and an e4m3 number for 16 channels of it."""
     narrow, six = values.float(), torch.tensor(6.0)
-    most = narrow.abs().amax(-1, keepdim=True)
-    factor = torch.where(most > 0, torch.tensor(6.0 * 448.0) / most, 1.0)
-    outer = 1 / factor
+    outer = (narrow.abs().amax(-1, keepdim=True) / torch.tensor(6.0 * 448.0)).clamp(min=2.0**-120)
     parts = []
     for part in narrow.split(16, dim=-1):
-        wanted = part.abs().amax(-1, keepdim=True) / six * factor
+        wanted = part.abs().amax(-1, keepdim=True) / six / outer
         scale = nearest(wanted.clamp(2.0**-6, 448.0), "e4m3").float()
-        inverse = 1 / (scale * outer)
-        parts.append(nearest(part * inverse, format) * scale.double() * outer.double())
+        parts.append(nearest(part * (1 / outer / scale), format) * scale.double() * outer.double())
     return torch.cat(parts, dim=-1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
+from megalite.config.kinds.kind import Width
 from megalite.config.kinds.table import widths
 from megalite.config.low_precision import BLOCKS
 from megalite.config.run import RunConfig
@@ -39,6 +40,10 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     if tensor > 1:
         for width in widths(model):
             yield from width.problems(flag, block, tensor, "--tensor-model-parallel-size")
+    if model.num_experts is not None and chosen.recipe != "tensorwise":
+        width = Width(f"--moe-ffn-hidden-size {model.expert_ffn_size}", model.expert_ffn_size)
+        if (ranks := parallel.mesh_sizes["expert_tensor_parallel_size"]) > 1:
+            yield from width.problems(flag, block, ranks, "--expert-tensor-parallel-size")
 
 
 def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
@@ -46,13 +51,15 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     chosen, found = config.low_precision, []
     if chosen.fp8_wgrad:
         found.append(
-            "note: --fp8-wgrad: blocks of weight gradients run along tokens, so they are the same on another layout only "
-            "while each rank's part of a sequence is a multiple of the block"
+            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while each "
+            "rank's part of a sequence is a multiple of the block"
         )
     else:
+        way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
+        found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
+    if config.model.num_experts is not None and chosen.recipe == "tensorwise":
         found.append(
-            f"note: {chosen.flag}: weight gradients are not rounded (Megatron-LM rounds them): --fp8-wgrad does it"
+            f"note: {chosen.flag}: experts multiply in {config.training.dtype}, since their rows come from micro-batches "
+            "of several ranks: --fp8-recipe blockwise rounds them, too"
         )
-    if config.model.num_experts is not None:
-        found.append(f"note: {chosen.flag}: experts multiply in {config.training.dtype}")
     return tuple(found)

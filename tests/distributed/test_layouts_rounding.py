@@ -34,6 +34,12 @@ LAYOUTS: dict[str, Row] = {
     "mx, cp2": {**MX, "dp": 1, "cp": 2, "documents": True},
     "mx, cp2-tp2-sp": {**MX, "dp": 1, "cp": 2, "way": "all_gather", **SP},
     "mx, experts": {**MX, "dp": 2, "ep": 2, "family": "nemotron", "zero": 1},
+    "mx, experts, tp2-sp": {**MX, "dp": 1, **SP, "ep": 2, "family": "mixtral", "recompute": "experts"},
+    "mx, experts, zero3": {**MX, "dp": 2, "zero": 3, "family": "mixtral", "overlap": "reduce"},
+    "fp4, experts, etp2": {**FP4, **SP, "dp": 1, "etp": 2, "family": "mixtral"},
+    "fp4, experts, ep2-etp2": {**FP4, "dp": 2, **SP, "ep": 2, "etp": 2, "family": "mixtral", "documents": True},
+    "squares, experts": {**SQUARES, "dp": 2, "ep": 2, "wide": 8, "family": "switch"},
+    "whole, experts": {**WHOLE, "dp": 1, **SP, "ep": 2, "family": "mixtral"},
     "fp4": {**FP4, "dp": 1, "plain_layers": (0,), "key_values": "gqa"},
     "fp4, tp2": {**FP4, "dp": 1, "tp": 2, "recompute": "block"},
     "fp4, tp2-sp": {**FP4, "dp": 1, **SP, "key_values": "gqa", "output_gate": True},
@@ -65,7 +71,7 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 @pytest.mark.wide
 @pytest.mark.bits
 @pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
-@pytest.mark.parametrize("layout", ["mx, tp2-sp", "fp4, tp4", "whole, cp2"])
+@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2"])
 def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
