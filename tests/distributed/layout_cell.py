@@ -53,6 +53,7 @@ LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
     "wide values": (None, 5, 2, 4, 9),
     "equal": (4, 6, 3, 2, 5),
     "few": (3, 2, 4, 4, 6),
+    "blocks": (32, 32, 8, 8, 16),
 }
 """Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
 INDEXING = {

@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.layout_cell import make_cell
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
 from tests.distributed.test_checkpoint_layouts import Pair, check
+from tests.harness.close import assert_gradient_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
@@ -76,6 +77,39 @@ def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
     assert_same_bits(again, plain, recompute)
+
+
+ALIKE: dict[str, tuple[Row, Row]] = {
+    "latents, tp2-sp": ({**FP4, "wide": 4, "latents": "blocks", "qk_layernorm": True}, SP),
+    "latents, cp2": ({**MX, "latents": "blocks", "qk_layernorm": True, "documents": True}, {"cp": 2}),
+    "latents, whole, tp2": ({**WHOLE, "latents": "blocks", "rounds_weight_gradients": True}, {"tp": 2}),
+    "recurrent, cp2": ({**MX, "pattern": "MGK-", "rounds_weight_gradients": False}, {"cp": 2}),
+    "recurrent, whole, tp2-sp": ({**WHOLE, "pattern": "MGK-", "rounds_weight_gradients": True}, SP),
+    "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
+    "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
+}
+"""What the oracle with tables does not compute: the same training on one process, and another layout."""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ALIKE)
+def test_layouts_train_as_one_process(name: str, rank_pools: RankPools) -> None:
+    row, layout = ALIKE[name]
+    cell = make_cell({"cp": 1, "tp": 1, "dp": 1} | row, steps=2)
+    (alone,) = run(rank_pools, [cell])
+    (result,) = run(rank_pools, [replace(cell, **layout)])
+    assert result.losses == pytest.approx(alone.losses, rel=1e-10)
+    for tensors, expected in ((result.gradients, alone.gradients), (result.final, alone.final)):
+        for name, values in expected.items():
+            assert_gradient_close(tensors[name], values, alone.gradient_norms[0], name)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts"])
+def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2, compiled="aot_eager")
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
 
 
 LOADS: dict[str, tuple[Row, Row]] = {
