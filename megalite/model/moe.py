@@ -67,11 +67,14 @@ class Experts(Adaptable):
         # One scale for all rows of an expert would follow from which micro-batches the ranks have.
         if context.rounding is not None and not context.rounding.recipe.block:
             context = replace(context, rounding=None)
-        up_products, down_products = context.products(rows=self.over), context.products(columns=self.over)
-        self.up_product = partial(grouped_linear, products=up_products)
-        self.down_product = partial(activated_grouped_linear, products=down_products)
-        splits_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
-        self.inside = [Inside("largest values of rows", "etp")] if splits_rows else []
+        self.products = context.products(rows=self.over)
+        """Those of the first matrix."""
+        self.count = self.up.sharding.pieces[0].box.size[0]
+        """Number of experts on this rank."""
+        self.up_product = partial(grouped_linear, products=self.products)
+        self.down_product = partial(activated_grouped_linear, products=context.products(columns=self.over))
+        shares_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
+        self.inside = [Inside("largest values of rows", "etp")] if shares_rows else []
         self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)
         self._up_adapters: dict[int, int] = {}
         """Numbers of the adapters of the first matrix, or of its gate and of the rest."""

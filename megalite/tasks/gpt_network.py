@@ -38,7 +38,7 @@ from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
-from megalite.training.kernels import compile_layers
+from megalite.training.kernels import compile_layers, require_whole_blocks
 from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
@@ -66,6 +66,7 @@ class GPTNetworkTask(Task):
         chunks = builder.make_chunks(self.config, self.model, mesh, stages)
         if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
+            require_whole_blocks(self.config, chunks, mesh.device)
             if self.config.kernels.compile:
                 compile_layers(chunks)
             if self.config.offload.offloads_activations:

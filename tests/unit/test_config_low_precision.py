@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from megalite.config.low_precision import LowPrecisionConfig
+from megalite.config.model import ModelConfig
 from megalite.config.validate_low_precision import low_precision_notes
 from megalite.errors import ConfigurationError
-from megalite.parallel.products import UNROUNDED
+from megalite.model.gpt import GPT
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
-from megalite.training.kernels import require_recipe
+from megalite.training.kernels import require_recipe, require_whole_blocks
+from megalite_kernels.recipes import recipe
+from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
 
 FP8, FP4 = "--fp8-format e4m3 ", "--fp4-format e2m1 "
@@ -78,18 +83,40 @@ def test_a_start_tells_what_is_not_rounded() -> None:
 
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
     gpu = torch.device("cuda:0")
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+    refusal.cache_clear()
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.version.cuda", "12.9"),
+    ):
         require_recipe(config_of(FP8), gpu)
         for flags, words in {
-            FP4: "--fp4-format e2m1: no GPU that has it has run it",
-            FP8 + "--fp8-recipe mxfp8": "--fp8-recipe mxfp8: no GPU",
+            FP4: "--fp4-format e2m1: nvfp4 runs on CPUs alone",
+            FP8 + "--fp8-recipe mxfp8": "--fp8-recipe mxfp8: mxfp8 runs on CPUs alone",
+            FP8 + "--fp8-wgrad": "--fp8-wgrad with --fp8-recipe blockwise has not run on a GPU",
             FP8 + "--fp64": "--fp8-recipe blockwise with --fp64 on a GPU",
         }.items():
             with pytest.raises(ConfigurationError, match=words) as raised:
                 require_recipe(config_of(flags), gpu)
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
+    refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
-        with pytest.raises(ConfigurationError, match=r"needs a GPU of compute capability 9\.0"):
+        with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a Hopper GPU"):
             require_recipe(config_of(FP8), gpu)
+    refusal.cache_clear()
+
+
+def test_a_gpu_multiplies_whole_blocks() -> None:
+    each = Rounding(recipe("blockwise"))
+    model = ModelConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=192, vocab_size=8,
+        max_position_embeddings=4,
+    )  # fmt: skip
+    stage = GPT(model, ParallelMesh(device=torch.device("meta")), roundings=Roundings((each,)))
+    gpu = torch.device("cuda:0")
+    with pytest.raises(ConfigurationError, match=r"a rank has 192 x 128 of layers\.0\.mlp\.up, and a GPU"):
+        require_whole_blocks(config_of(FP8), [stage], gpu)
+    require_whole_blocks(config_of(FP8), [stage], torch.device("cpu"))
+    require_whole_blocks(config_of(FP8 + "--kernels reference"), [stage], gpu)
+    require_whole_blocks(config_of(""), [stage], gpu)
