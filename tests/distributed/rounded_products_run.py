@@ -46,6 +46,8 @@ def operands(name: str, sequence_parallel: bool, context_parallel: int = 1) -> l
     parts = context_parallel * context.shards
     part = mesh.coordinate("cp") * context.shards + context.shard
     found: list[tuple[Tiles, Tiles]] = []
+    gathered: list[int] = []
+    mesh.traffic.listener = lambda kind, ranks, size: gathered.append(size) if kind == "all-gather" else None
 
     def recorded(a: Tiles, b: Tiles, *rest: object) -> Tensor:
         found.append((stored(a), stored(b)))
@@ -57,6 +59,9 @@ def operands(name: str, sequence_parallel: bool, context_parallel: int = 1) -> l
         for layer in layers:
             hidden = layer(hidden)
         hidden.backward(gradient.chunk(parts)[part])
+    if sequence_parallel:
+        codes = sum(each.nbytes for each in found[0][0] if each is not None and each.dim())
+        assert gathered[0] == codes, "values are gathered, not codes and scales"
     return found
 
 

@@ -36,8 +36,8 @@ REFUSED = {
     FP8 + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
 }
 OF_RANKS = {
-    WIDE + FP4 + "--tp 2 --ffn-hidden-size 380": "--fp4-format e2m1 with --tensor-model-parallel-size 2: "
-    "--ffn-hidden-size 380, 380 channels, are no blocks of 16 on each rank: the next width is 384",
+    WIDE + FP4 + "--tp 2 --ffn-hidden-size 400": "--fp4-format e2m1 with --tensor-model-parallel-size 2: "
+    "--ffn-hidden-size 400, 400 channels, are no blocks of 16 on each rank: the next width is 416",
     WIDE + FP8 + "--tp 2": "--fp8-recipe blockwise with --tensor-model-parallel-size 2: --num-attention-heads 12 x "
     "--kv-channels 16, 192 channels, are no blocks of 128 on each rank: the next width is 256",
     WIDE + FP4 + "--tp 2 --group-query-attention --num-query-groups 1": "--fp4-format e2m1 with "
