@@ -56,12 +56,12 @@ def tile_cases() -> Iterator[Case]:
         ("nvfp4", torch.float32, torch.float4_e2m1fn_x2),
     ):
         by = recipe(name)
-        run, alone = (partial(function, by=by, format=format) for function in (_there_and_back, _alone))
+        run, alone = partial(_there_and_back, by=by, format=format), partial(_alone, by=by, format=format)
         title = f"quantize {name} 4096 {dtype_names(dtype, format)}"
         yield Case("tiles", title, 4096, partial(_rows, 4096, dtype), run, traffic=partial(_traffic, 1), timed=alone)
     by = recipe("blockwise")
     for dtype in (torch.bfloat16, torch.float32):
-        run, alone = (partial(function, by=by) for function in (_weight_there_and_back, _weight_alone))
+        of_weight, of_weight_alone = partial(_weight_there_and_back, by=by), partial(_weight_alone, by=by)
         title = f"quantize_weight blockwise 4096 {dtype_names(dtype, by.forward)}"
         inputs, traffic = partial(_weight, 4096, dtype), partial(_traffic, 2)
-        yield Case("tiles", title, 4096 * ROWS_OF_WEIGHT, inputs, run, traffic=traffic, timed=alone)
+        yield Case("tiles", title, 4096 * ROWS_OF_WEIGHT, inputs, of_weight, traffic=traffic, timed=of_weight_alone)
