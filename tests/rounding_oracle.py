@@ -1,6 +1,6 @@
 """Products of rounded operands, for the oracle: codes from tables of all of them, found by search, in float64.
 
-It imports nothing of megalite. A recipe's rule is written down in `ROUNDERS`; docs/fp8_tables.md has the rules in words.
+It imports nothing of megalite. A recipe's rule is written down in `ROUNDERS`; docs/fp8_tables.md has it in words.
 """
 
 from __future__ import annotations

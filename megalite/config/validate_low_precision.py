@@ -51,15 +51,15 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     chosen, found = config.low_precision, []
     if chosen.fp8_wgrad:
         found.append(
-            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while each "
-            "rank's part of a sequence is a multiple of the block"
+            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
+            "each rank's part of a sequence is a multiple of the block"
         )
     else:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
     if config.model.num_experts is not None and chosen.recipe == "tensorwise":
         found.append(
-            f"note: {chosen.flag}: experts multiply in {config.training.dtype}, since their rows come from micro-batches "
-            "of several ranks: --fp8-recipe blockwise rounds them, too"
+            f"note: {chosen.flag}: experts multiply in {config.training.dtype}, since their rows come from "
+            "micro-batches of several ranks: --fp8-recipe blockwise rounds them, too"
         )
     return tuple(found)

@@ -7,6 +7,7 @@ saved. Shared experts are one dense layer that processes every token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
@@ -71,8 +72,9 @@ class Experts(Adaptable):
         """Those of the first matrix."""
         self.count = self.up.sharding.pieces[0].box.size[0]
         """Number of experts on this rank."""
-        self.up_product = partial(grouped_linear, products=self.products)
-        self.down_product = partial(activated_grouped_linear, products=context.products(columns=self.over))
+        self.up_product: Callable[..., Tensor] = partial(grouped_linear, products=self.products)
+        of_down = context.products(columns=self.over)
+        self.down_product: Callable[..., Tensor] = partial(activated_grouped_linear, products=of_down)
         shares_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
         self.inside = [Inside("largest values of rows", "etp")] if shares_rows else []
         self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)

@@ -66,7 +66,7 @@ class _ColumnParallel(torch.autograd.Function):
         use: int,
         products: Products,
         update: Update | None,
-        *weights: Tensor,
+        *weights: Parameter,
     ) -> Tensor:
         """Multiply, and save the input as it is split, with A x."""
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
@@ -146,7 +146,7 @@ class _RowParallel(torch.autograd.Function):
         unread: bool,
         products: Products,
         update: Update | None,
-        *weights: Tensor,
+        *weights: Parameter,
     ) -> Tensor:
         """Multiply, add the update, and sum over the ranks."""
         ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
@@ -206,9 +206,7 @@ def product(input: Tensor, weight: Tensor) -> Tensor:
     return updated_product(input, None, weight)
 
 
-def updated_product(
-    input: Tensor, update: Update | None, *weights: Tensor, products: Products = PLAIN
-) -> Tensor:
+def updated_product(input: Tensor, update: Update | None, *weights: Tensor, products: Products = PLAIN) -> Tensor:
     """Return the sum of `product` and an update. `weights`: the weights, A of the update, and its B."""
     output: Tensor = _ColumnParallel.apply(input, ALONE, False, 0, products, update, *weights)
     return output
@@ -308,7 +306,9 @@ class ColumnParallelLinear(Adaptable):
         return output if bias is None else output + bias
 
     def _product(self, input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
-        found: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, self.products, update, *weights)
+        found: Tensor = _ColumnParallel.apply(
+            input, self.group, self.sequence_parallel, self.use, self.products, update, *weights
+        )
         return found
 
     def weights_to_adapt(self) -> list[Parameter]:
@@ -367,7 +367,9 @@ class RowParallelLinear(Adaptable):
         """
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
-            found: Tensor = _RowParallel.apply(input, self.group, self.sequence_parallel, unread, self.products, update, *weights)
+            found: Tensor = _RowParallel.apply(
+                input, self.group, self.sequence_parallel, unread, self.products, update, *weights
+            )
             return found
 
         output = self.adapted(product, input, [self.weight], places)

@@ -1,9 +1,9 @@
 """Products of linear layers: in the precision of their operands, or with operands in 8 or 4 bits by a recipe.
 
 Y = X W' contracts over the columns of X [tokens, in] and W [out, in]; the gradient of X, dY W, over those of dY
-[tokens, out] and the rows of W; that of W, dY' X, over tokens. One scale is for a part of one token's row, or for a tile
-of a weight, and the borders of these lie where ranks split a row: so codes and scales are the same on every layout. Of a
-tensor with one scale, all ranks that have a part of it take the largest value; of a row with one, those that split it.
+[tokens, out] and the rows of W; that of W, dY' X, over tokens. A scale is for a part of one token's row, or for a tile of
+a weight, and ranks split rows where these end: so codes and scales are the same on every layout. Of a tensor with one
+scale, all ranks that have a part of it take the largest value; of a row with one, those that split it.
 
 The gradients of weights are not rounded, unless asked: their blocks run along tokens, which follow the layout.
 """
@@ -41,8 +41,11 @@ class Products:
 
     rounds = False
     """True if operands are rounded."""
-    inside: Sequence[Inside] = ()
-    """The collectives of forward with other ranks than the tensor-parallel ones."""
+
+    @property
+    def inside(self) -> Sequence[Inside]:
+        """The collectives of forward with other ranks than the tensor-parallel ones."""
+        return ()
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """Multiply [n, ..., in] of the ranks of `gathered`, joined along the first dimension, with [out, in]."""
@@ -59,7 +62,6 @@ class Products:
     def weight_gradient(self, gradient: Tensor, input: Tensor) -> Gradient:
         """Return the product of [tokens, out] and [tokens, in], which is added to the gradient of the weight."""
         return ProductGradient(gradient, input)
-
 
     def of_groups(
         self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
@@ -129,7 +131,7 @@ class RoundedProducts(Products):
 
     @property
     def inside(self) -> Sequence[Inside]:
-        """The collectives of forward with the other context-parallel ranks."""
+        """See `Products`: with the other context-parallel ranks."""
         return (Inside("largest values of a tensor", "tp x cp"),) if self.sharers.axis == "cp" else ()
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:

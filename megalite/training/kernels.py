@@ -132,8 +132,8 @@ def require_whole_blocks(config: RunConfig, chunks: Iterable[GPT], device: torch
             widths = weight.shape[0] // count, weight.shape[1]
             if any(width % block for width in widths):
                 raise ConfigurationError(
-                    f"{config.low_precision.flag}: a rank has {widths[0]} x {widths[1]} of {weight.sharding.name}, and a "
-                    f"GPU multiplies multiples of {block}: change these widths, or leave the flag out"
+                    f"{config.low_precision.flag}: a rank has {widths[0]} x {widths[1]} of {weight.sharding.name}, and "
+                    f"a GPU multiplies multiples of {block}: change these widths, or leave the flag out"
                 )
 
 

@@ -22,6 +22,7 @@ from tests.unit.test_config_validate import config_of, problems
 
 FP8, FP4 = "--fp8-format e4m3 ", "--fp4-format e2m1 "
 WIDE = "--hidden-size 96 --kv-channels 16 --ffn-hidden-size 384 "  # with 12 heads
+EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
 REFUSED = {
     "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
     "--fp8-recipe mxfp8": "--fp8-recipe needs --fp8-format",
@@ -33,7 +34,8 @@ REFUSED = {
     "--fp8-format hybrid --fp8-recipe mxfp8": "--fp8-format hybrid with --fp8-recipe mxfp8: training diverges",
     FP8 + "--fp16": "--fp16 with --fp8-recipe blockwise: small gradients",
     FP4 + "--lora-rank 4": "--fp4-format e2m1 with --lora-rank",
-    FP8 + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
+    FP8
+    + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
 }
 OF_RANKS = {
     WIDE + FP4 + "--tp 2 --ffn-hidden-size 400": "--fp4-format e2m1 with --tensor-model-parallel-size 2: "
@@ -43,10 +45,9 @@ OF_RANKS = {
     WIDE + FP4 + "--tp 2 --group-query-attention --num-query-groups 1": "--fp4-format e2m1 with "
     "--tensor-model-parallel-size 2: ranks that share one of --num-query-groups 1 would each round a part of its "
     "gradient: give a number of ranks that divides 1",
-    WIDE
-    + FP4
-    + "--tp 2 --sequence-parallel --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 40": "--fp4-format e2m1 "
-    "with --expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the next width is 64",
+    WIDE + FP4 + EXPERTS + "--tp 2 --sequence-parallel --moe-ffn-hidden-size 40": "--fp4-format e2m1 with "
+    "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the next "
+    "width is 64",
 }
 
 

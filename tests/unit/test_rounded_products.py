@@ -22,10 +22,11 @@ from megalite_kernels.recipes import recipe
 
 MODEL = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=2, max_position_embeddings=4, vocab_size=8)
 EACH = Rounding(recipe("mxfp8"))
+SOME = Roundings((EACH, None, EACH), EACH)
 LINEAR = (ColumnParallelLinear, ReplicatedLinear, RowParallelLinear)
 
 
-def network(model: ModelConfig = MODEL, roundings: Roundings = Roundings((EACH, None, EACH), EACH)) -> GPT:
+def network(model: ModelConfig = MODEL, roundings: Roundings = SOME) -> GPT:
     found = GPT(model, ParallelMesh(), roundings=roundings)
     initialize(found, 1)
     return found
@@ -115,4 +116,4 @@ def test_experts_have_no_scale_of_a_whole_tensor() -> None:
     for name, rounds in (("blockwise", True), ("tensorwise", False)):
         stage = network(model, Roundings((Rounding(recipe(name)),) * 3))
         (experts, *_) = [each for each in stage.modules() if isinstance(each, Experts)]
-        assert experts.up_product.keywords["products"].rounds is rounds
+        assert experts.products.rounds is rounds

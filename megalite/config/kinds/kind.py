@@ -57,8 +57,8 @@ class Width:
         if self.groups is not None and self.groups[1] % ranks:
             name, groups = self.groups
             yield (
-                f"{flag} with {divided} {ranks}: ranks that share one of {name} {groups} would each round a part of its "
-                f"gradient: give a number of ranks that divides {groups}"
+                f"{flag} with {divided} {ranks}: ranks that share one of {name} {groups} would each round a part of "
+                f"its gradient: give a number of ranks that divides {groups}"
             )
         elif self.channels % (block * ranks):
             following = -(-self.channels // (block * ranks)) * block * ranks
