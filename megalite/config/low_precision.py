@@ -34,7 +34,7 @@ class LowPrecisionConfig:
 
     @property
     def recipe(self) -> RecipeName | None:
-        """How operands are rounded; None: they are not."""
+        """Name of the recipe by which operands are rounded; None: they are not."""
         if self.fp4_format is not None:
             return "nvfp4"
         return None if self.fp8_format is None else self.fp8_recipe

@@ -69,7 +69,7 @@ class Experts(Adaptable):
         if context.rounding is not None and not context.rounding.recipe.block:
             context = replace(context, rounding=None)
         self.products = context.products(rows=self.over)
-        """Those of the first matrix."""
+        """Products with the first matrix."""
         self.count = self.up.sharding.pieces[0].box.size[0]
         """Number of experts on this rank."""
         self.up_product: Callable[..., Tensor] = partial(grouped_linear, products=self.products)

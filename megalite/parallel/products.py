@@ -81,7 +81,7 @@ PLAIN = Products()
 
 @dataclass(frozen=True)
 class Rounding:
-    """How operands are rounded.
+    """Recipe by which operands are rounded, and for which products.
 
     Attributes:
         weight_gradients: True if weight gradients are products of rounded operands, too.
@@ -93,7 +93,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Roundings:
-    """How parts of a network round the operands of their products.
+    """Roundings of the operands in parts of a network.
 
     Attributes:
         of_layers: that of each layer; none: they do not, nor do layers beyond them.

@@ -88,7 +88,7 @@ ALIKE: dict[str, tuple[Row, Row]] = {
     "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
     "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
 }
-"""What the oracle with tables does not compute: the same training on one process, and another layout."""
+"""Training that the oracle with tables does not compute, and another layout that it must be the same on."""
 
 
 @pytest.mark.wide
