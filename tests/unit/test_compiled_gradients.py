@@ -33,10 +33,10 @@ from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.grouped import ExpertRows, _GroupedBias, grouped_linear
 from megalite.parallel.initialization import initialize
 from megalite.parallel.linear import _ColumnParallel, _RowParallel
-from megalite.parallel.products import PLAIN
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import PLAIN
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import LogicalTensor, Normal
