@@ -46,8 +46,8 @@ OF_RANKS = {
     "--tensor-model-parallel-size 2: ranks that share one of --num-query-groups 1 would each round a part of its "
     "gradient: give a number of ranks that divides 1",
     WIDE + FP4 + EXPERTS + "--tp 2 --sequence-parallel --moe-ffn-hidden-size 40": "--fp4-format e2m1 with "
-    "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the next "
-    "width is 64",
+    "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the "
+    "next width is 64",
 }
 
 
