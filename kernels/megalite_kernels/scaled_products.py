@@ -2,8 +2,8 @@
 
 The emulation multiplies codes in float64 block by block. The sum of a block is exact in any order for up to 2^17
 products of e4m3 codes. It is multiplied with its two scales, one after the other, and blocks are added in order. With
-two levels of scales, codes times their e4m3 scales are multiplied, whose sums are exact for up to 1,024 columns; sums of
-so many are added in order, and multiplied with the two scales of their rows. So neither threads nor rows beside it
+two levels of scales, codes times their e4m3 scales are multiplied, whose sums are exact for up to 1,024 columns; sums
+of so many are added in order, and multiplied with the two scales of their rows. So neither threads nor other rows
 change a number. Sums with e5m2 codes, whose range is wider, are exact to float64's rounding.
 
 On a GPU, sums of a block are in fp32 or, within tensor cores, in fewer bits: benchmarks/gpu_check.sh measures how far

@@ -83,7 +83,7 @@ def scales_of(top: Tensor, recipe: Recipe, largest_code: float) -> tuple[Tensor,
         field = ((top.view(torch.int32) >> 23) - exponent).clamp(min=0)
         factors = ((254 - field) << 23).view(torch.float32)
     else:
-        # The dividend is a tensor: on a GPU, torch divides a Python number by multiplying with an inverse, which rounds.
+        # The dividend is a tensor: on a GPU, torch divides a Python number by multiplying with an inverse.
         factors = torch.where(top > 0.0, (torch.full_like(top, largest_code) / top).clamp(max=GREATEST), 1.0)
         if recipe.scaling == "ceiling":
             factors = (factors.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -97,7 +97,7 @@ def outer_scales(top: Tensor, largest_code: float) -> Tensor:
 
 
 def inner_scales(tops: Tensor, outer: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
-    """Return the e4m3 scales [rows, blocks], as fp32, below those of rows [rows], and what values are multiplied with."""
+    """Return the e4m3 scales [rows, blocks] below those of rows, as fp32, and what values are multiplied with."""
     wanted = tops / torch.full_like(tops, largest_code) / outer[:, None]
     rounded = wanted.clamp(LEAST_INNER, LARGEST_INNER).to(torch.float8_e4m3fn).to(torch.float32)
     finite = outer.isfinite()[:, None]

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
-from megalite_kernels.launch import tile
+from megalite_kernels.launch import tile, unit
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.tiles import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
 
 TILE = 2048  # elements of a program
-WHOLE_TENSOR = 1024  # elements of a row of a program if one scale covers all of them
 SQUARE_WARPS = 16
 _NUMBER = {"quotient": 0, "ceiling": 1, "floor": 2, "two levels": 3}
 
@@ -53,13 +52,14 @@ def _scales(
     if SCALING == 2:
         field = tl.maximum((top >> 23) - EXPONENT, 0)
         factors = ((254 - field) << 23).to(tl.float32, bitcast=True)
-        return tl.where(finite, field, 255), tl.where(finite, factors, 0.0)
-    number = tl.where(finite & (top > 0), top, 0x3F800000).to(tl.float32, bitcast=True)
-    factors = tl.minimum(tl.div_rn(LARGEST, number), GREATEST)
-    factors = tl.where(top > 0, factors, 1.0)
-    if SCALING == 1:
-        factors = (factors.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(finite, tl.div_rn(1.0, factors), float("nan")), tl.where(finite, factors, 0.0)
+        scales = tl.where(finite, field, 255)
+    else:
+        number = tl.where(finite & (top > 0), top, 0x3F800000).to(tl.float32, bitcast=True)
+        factors = tl.where(top > 0, tl.minimum(tl.div_rn(LARGEST, number), GREATEST), 1.0)
+        if SCALING == 1:
+            factors = (factors.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        scales = tl.where(finite, tl.div_rn(1.0, factors), float("nan"))
+    return scales, tl.where(finite, factors, 0.0)
 
 
 @triton.jit
@@ -141,13 +141,13 @@ def _quantize_blocks(
     tl.store(scales + block, scale.to(scales.dtype.element_ty), mask=present)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["row_units"])
 def _quantize_squares(
     values: tl.tensor,
     codes: tl.tensor,
     turned: tl.tensor,
     scales: tl.tensor,
-    rows: tl.tensor,
+    row_units: tl.tensor,
     columns: tl.constexpr,
     MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -157,10 +157,10 @@ def _quantize_squares(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Quantize a square, and write its codes and their transpose. UNIT: of rows that share a mask bit."""
+    """Quantize a square, and write its codes and their transpose. `row_units`: UNIT rows each, for wide accesses."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row // UNIT < rows // UNIT)[:, None]
+    inside = (row // UNIT < row_units)[:, None]
     if columns % BLOCK:
         inside = inside & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
@@ -169,7 +169,7 @@ def _quantize_squares(
     scale, factor = _scales(top, LARGEST, 0, GREATEST, SCALING)
     found = _codes(x, factor, MANTISSA, LOWEST, LARGEST).to(tl.uint8)
     tl.store(codes + place, found, mask=inside)
-    other = column[:, None] * rows.to(tl.int64) + row[None, :]
+    other = column[:, None] * (row_units.to(tl.int64) * UNIT) + row[None, :]
     tl.store(turned + other, tl.trans(found), mask=tl.trans(inside.broadcast_to(BLOCK, BLOCK)))
     tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
 
@@ -191,7 +191,7 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     if not block:
         assert top is not None
         scale, factor = scales_of(top, recipe, code)
-        elements, unit = values.numel(), 16 if values.numel() % 16 == 0 else 1
+        elements, wide = values.numel(), unit(values.numel())
         if elements:
             _quantize_tensor[(-(-elements // TILE),)](
                 values,
@@ -201,7 +201,7 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
                 mantissa,
                 lowest,
                 code,
-                unit,
+                wide,
                 TILE,
                 num_warps=tile(TILE, largest=TILE).warps,
             )
@@ -239,10 +239,11 @@ def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tens
     codes, turned = _empty_codes(values, rows, columns), _empty_codes(values, columns, rows)
     grid = (-(-rows // block), -(-columns // block))
     scales = torch.empty(grid, dtype=torch.float32, device=values.device)
+    wide = unit(rows)
     if values.numel():
         _quantize_squares[grid](
-            *(values, codes, turned, scales, rows, columns, mantissa, lowest, code),
-            *(GREATEST, _NUMBER[recipe.scaling], block, 16 if rows % 16 == 0 else 1),
+            *(values, codes, turned, scales, rows // wide, columns, mantissa, lowest, code),
+            *(GREATEST, _NUMBER[recipe.scaling], block, wide),
             num_warps=SQUARE_WARPS,
         )
     return Tiles(codes.view(recipe.forward), scales), turned.view(recipe.forward)
