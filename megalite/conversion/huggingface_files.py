@@ -53,6 +53,7 @@ class HuggingFaceFiles:
 
         Raises CheckpointError if a file is unreadable or has further weights.
         """
+        self._folder = folder
         self._read: dict[str, Callable[[], Tensor]] = {}
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
@@ -75,8 +76,11 @@ class HuggingFaceFiles:
             raise CheckpointError(f"{folder} has weights that {family.name} does not have: {some}")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, as a view of the mapped file."""
-        return self._read[name]()
+        """Return a whole tensor, as a view of the mapped file, or made of blocks. Raises CheckpointError."""
+        try:
+            return self._read[name]()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
 
 
 def canonical_name(name: str, family: Family, expected: frozenset[str]) -> str:
