@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion import block_fp8_writing
 from megalite.conversion.block_fp8_writing import InBlocks
@@ -21,6 +22,11 @@ from megalite.conversion.native import write_megalite
 from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import TOLERANCE, load_with_transformers, verify
 from megalite.errors import CheckpointError
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT, LOGITS
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.products import Rounding, Roundings
+from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box
 from megalite_kernels.recipes import recipe
 from megalite_kernels.tiles import quantize_weight
@@ -72,9 +78,9 @@ def written(opened: OpenedModel, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def in_bf16(folder: Path, name: str) -> OpenedModel:
-    """Write a model of transformers with weights in bf16, and open it."""
-    theirs.save(folder, name, changes(name))
+def in_bf16(folder: Path, name: str, **more: Any) -> OpenedModel:
+    """Write a model of transformers with weights in bf16, and open it. `more`: further sizes."""
+    theirs.save(folder, name, changes(name) | more)
     tensors = load_file(folder / "model.safetensors")
     wide = ("A_log", "dt_bias", ".D", "e_score_correction_bias")
     save_file(
@@ -158,6 +164,34 @@ def test_codes_and_scales_are_those_of_products(tmp_path: Path) -> None:
             )
         assert torch.equal(torch.cat(codes).view(torch.uint8), tiles.codes.view(torch.uint8)), name
         assert torch.equal(torch.cat(scales), tiles.scales), name
+
+
+@pytest.mark.parametrize("name", wide_except(["llama", "qwen3", "qwen3-moe"], ["qwen3-moe"]))
+def test_a_run_with_rounded_products_computes_the_same_from_blocks(name: str, tmp_path: Path) -> None:
+    """Round what was rounded: with heads of a tile's width, products have the tiles of the files."""
+    opened = in_bf16(tmp_path / "plain", name, head_dim=128)
+    written(opened, tmp_path / "packed")
+
+    def computed(model: OpenedModel, rounding: Rounding | None) -> Tensor:
+        of_layers = Roundings((rounding,) * model.config.num_layers)
+        network = GPT(model.config, ParallelMesh(), roundings=of_layers).eval()
+        load_weights(model.source, model.what, network, None, ParallelMesh())
+        tokens = theirs.tokens()
+        batch = MicroBatch(
+            tokens,
+            torch.arange(tokens.shape[1]).expand_as(tokens),
+            first_keys=None,
+            labels=None,
+            loss_mask=None,
+            key=RandomKey(0, ()),
+        )
+        with torch.no_grad():
+            found: Tensor = network({}, batch).tensors[LOGITS]
+        return found
+
+    rounding, packed = Rounding(recipe("blockwise")), open_huggingface(tmp_path / "packed")
+    assert torch.equal(computed(opened, rounding), computed(packed, rounding))
+    assert not torch.equal(computed(opened, None), computed(packed, None))
 
 
 @pytest.mark.parametrize(
