@@ -7,6 +7,7 @@ saved. Shared experts are one dense layer that processes every token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
@@ -65,7 +66,18 @@ class Experts(Adaptable):
             self.down_bias = context.parameter(added_once)
         self.over = context.group("expert ffn")
         self.adds_bias = self.over.rank == 0
-        self.up_product, self.down_product = grouped_linear, activated_grouped_linear
+        # One scale for all rows of an expert would follow from which micro-batches the ranks have.
+        if context.rounding is not None and not context.rounding.recipe.block:
+            context = replace(context, rounding=None)
+        self.products = context.products(rows=self.over)
+        """Products with the first matrix."""
+        self.count = self.up.sharding.pieces[0].box.size[0]
+        """Number of experts on this rank."""
+        self.up_product: Callable[..., Tensor] = partial(grouped_linear, products=self.products)
+        of_down = context.products(columns=self.over)
+        self.down_product: Callable[..., Tensor] = partial(activated_grouped_linear, products=of_down)
+        shares_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
+        self.inside = [Inside("largest values of rows", "etp")] if shares_rows else []
         self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)
         self._up_adapters: dict[int, int] = {}
         """Numbers of the adapters of the first matrix, or of its gate and of the rest."""

@@ -188,6 +188,9 @@ class ParameterBucket:
         if self.zero_stage == 3 and not self.keeps_gathered:
             self.finish_parameter_gather()
             free_storage(self.parameters)
+            for slot in self.slots:
+                if slot.parameter.codes:
+                    slot.parameter.codes.clear()
 
 
 class Bucket(ParameterBucket):

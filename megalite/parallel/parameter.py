@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,8 @@ class Parameter(nn.Parameter):
 
     sharding: Sharding
     gradient_buffer: GradientBuffer | None
+    codes: list[Any] | None = None
+    """Codes and scales of the values, once they are made; None: they are not kept (`products.kept_codes`)."""
 
     def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
         data = torch.zeros((), dtype=dtype, device=device).expand(sharding.local_shape)

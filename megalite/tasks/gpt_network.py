@@ -25,16 +25,20 @@ from megalite.conversion.opened import (
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.products import kept_codes
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
-from megalite.training.kernels import compile_layers
+from megalite.training.kernels import compile_layers, require_whole_blocks
 from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
@@ -62,11 +66,16 @@ class GPTNetworkTask(Task):
         chunks = builder.make_chunks(self.config, self.model, mesh, stages)
         if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
+            require_whole_blocks(self.config, chunks, mesh.device)
             if self.config.kernels.compile:
                 compile_layers(chunks)
             if self.config.offload.offloads_activations:
                 self.offloading = offload_layers(chunks, self.config.offload)
         return chunks
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        if self.config.low_precision.recipe is not None:
+            engine.within = partial(kept_codes, self.chunks)
 
     @property
     def set_values(self) -> Callable[[Parameter], None]:

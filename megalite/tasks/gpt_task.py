@@ -103,6 +103,7 @@ class GPTTask(GPTNetworkTask):
         return chunks
 
     def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        super().connect(engine, optimizer, schedules)
         if self.config.distillation.distill_from is not None:
             self._teacher = entry_point("teacher")(self.config, self.chunks, engine, optimizer, schedules)
 
@@ -229,7 +230,12 @@ class GPTTask(GPTNetworkTask):
     def notes(self, trainer: Summarized) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
         teacher = () if self._teacher is None else self._teacher.notes
-        return (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes(trainer), *teacher)
+        found = (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes(trainer), *teacher)
+        if self.config.low_precision.recipe is None:
+            return found
+        from megalite.config.validate_low_precision import low_precision_notes
+
+        return (*found, *low_precision_notes(self.config))
 
     def _mix_notes(self, trainer: Summarized) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""

@@ -39,6 +39,7 @@ _OTHERWISE = {
     "synchronization": "all_reduce_algorithm",
     "alarms": "",
     "adapters": "",
+    "low_precision": "",
     "preferences": "reference_log_probabilities",
     "distillation": "distill_from distill_layout",
 }

@@ -22,6 +22,7 @@ from megalite.optim.learning_rate import LearningRateSchedule, Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.products import UNROUNDED, Roundings
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
@@ -81,19 +82,19 @@ def dtypes(family: str) -> tuple[str, ...]:
     return ("float64",) if FAMILIES[family].dsa_indexer_topk is not None else DTYPES
 
 
-def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+def losses(config: ModelConfig, dtype: torch.dtype, roundings: Roundings = UNROUNDED) -> list[float]:
     """Return the mean loss of each step, on one process with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _train(config, dtype)
+        return _train(config, dtype, roundings)
     finally:
         torch.set_num_threads(threads)
 
 
-def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+def _train(config: ModelConfig, dtype: torch.dtype, roundings: Roundings) -> list[float]:
     mesh = ParallelMesh()
-    network = GPT(config, mesh, dtype=dtype)
+    network = GPT(config, mesh, dtype=dtype, roundings=roundings)
     initialize(network, SEED)
     optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
     schedule = LearningRateSchedule(

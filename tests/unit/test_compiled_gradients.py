@@ -36,6 +36,7 @@ from megalite.parallel.linear import _ColumnParallel, _RowParallel
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import PLAIN
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import LogicalTensor, Normal, Piece, Sharding
@@ -160,8 +161,8 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     with torch.no_grad():
         looked_up.b[0].copy_(numbers(dtype, 8, 2))
     yield "embedding with adapters", (lambda *_: looked_up(ids), factors_of(looked_up))
-    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, None, w), [x, weight(dtype, 6, 8)])
-    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, None, w), [x, weight(dtype, 6, 8)])
+    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, PLAIN, None, w), [x, weight(dtype, 6, 8)])
+    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, PLAIN, None, w), [x, weight(dtype, 6, 8)])
     for layer in adapted_layers(dtype):
         yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])

@@ -141,6 +141,17 @@ def test_what_is_slow_is_not_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (report.wrong, report.slow) == ([], ["compression: int8 pack takes 9.00 copies, and 3.0 would do"])
 
 
+@pytest.mark.wide
+def test_codes_of_few_bits_and_their_products_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, found = run(monkeypatch, tmp_path, {"lowbits": gpu_check.check_lowbits})
+    assert (code, found["wrong"]) == (0, [])
+    assert [list(row) for row in found["lowbits"][:2]] == [["bytes that differ"], ["error of products"]]
+    monkeypatch.setattr(gpu_check.gpu_lowbits, "different_codes", lambda device: {"blockwise plain": 1})
+    monkeypatch.setattr(gpu_check.gpu_lowbits, "product_errors", lambda device: {"blockwise": 0.5, "mxfp8": "no GPU"})
+    code, found = run(monkeypatch, tmp_path, {"lowbits": gpu_check.check_lowbits})
+    assert (code, found["wrong"]) == (1, ["lowbits: codes or scales", "lowbits: blockwise product"])
+
+
 SHALLOW = replace(SMALL, layers=1)
 
 

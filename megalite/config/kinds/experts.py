@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.kinds.kind import Kind
+from megalite.config.kinds.kind import Kind, Width
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 
@@ -28,7 +28,12 @@ def _products(model: ModelConfig, seen: float) -> float:
     return _elements(model, model.moe_router_topk) + model.hidden_size * router
 
 
-EXPERTS = Kind(_weights, _products, "num_experts moe_*")
+def _widths(model: ModelConfig) -> list[Width]:
+    shared = model.moe_shared_expert_intermediate_size
+    return [] if shared is None else [Width(f"--moe-shared-expert-intermediate-size {shared}", shared)]
+
+
+EXPERTS = Kind(_weights, _products, "num_experts moe_*", widths=_widths)
 """Its rules stand with --num-experts, which a GPT gives; and other ranks than tensor-parallel ones divide experts."""
 
 

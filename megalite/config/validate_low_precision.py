@@ -1,0 +1,65 @@
+"""Check of the options of matrix products in few bits, with those of other sections; and what a start tells of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.fields import needs
+from megalite.config.kinds.kind import Width
+from megalite.config.kinds.table import widths
+from megalite.config.low_precision import BLOCKS
+from megalite.config.run import RunConfig
+
+
+def low_precision_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    chosen, model, parallel = config.low_precision, config.model, config.parallel
+    if chosen.fp8_format is None:
+        yield from needs(chosen, "fp8_recipe fp8_wgrad", "--fp8-format")
+    if chosen.recipe is None:
+        yield from needs(chosen, "first_last_layers_bf16", "--fp8-format or --fp4-format")
+    if not chosen.first_last_layers_bf16:
+        names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        yield from needs(chosen, names, "--first-last-layers-bf16")
+    elif not any(chosen.is_rounded(layer, model.num_layers) for layer in range(model.num_layers)) and chosen.recipe:
+        yield f"--first-last-layers-bf16 leaves none of {model.layers_flag} to {chosen.flag}: drop it, or leave fewer"
+    if chosen.recipe is None:
+        return
+    flag, block = chosen.flag, BLOCKS[chosen.recipe]
+    if None not in (chosen.fp8_format, chosen.fp4_format):
+        yield "--fp8-format and --fp4-format are two ways to multiply: choose one"
+    if chosen.fp8_format == "hybrid" and chosen.recipe == "mxfp8":
+        yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
+    if config.training.fp16:
+        yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
+    if config.adapters.lora_rank is not None:
+        yield f"{flag} with --lora-rank: frozen weights with adapters have no products in few bits: drop one of them"
+    if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
+        yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
+    tensor = parallel.tensor_model_parallel_size
+    if tensor > 1:
+        for width in widths(model):
+            yield from width.problems(flag, block, tensor, "--tensor-model-parallel-size")
+    if model.num_experts is not None and chosen.recipe != "tensorwise":
+        width = Width(f"--moe-ffn-hidden-size {model.expert_ffn_size}", model.expert_ffn_size)
+        if (ranks := parallel.mesh_sizes["expert_tensor_parallel_size"]) > 1:
+            yield from width.problems(flag, block, ranks, "--expert-tensor-parallel-size")
+
+
+def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
+    """Return what a start tells of products in few bits."""
+    chosen, found = config.low_precision, []
+    if chosen.fp8_wgrad:
+        found.append(
+            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
+            "each rank's part of a sequence is a multiple of the block"
+        )
+    else:
+        way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
+        found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
+    if config.model.num_experts is not None and chosen.recipe == "tensorwise":
+        found.append(
+            f"note: {chosen.flag}: experts multiply in {config.training.dtype}, since their rows come from "
+            "micro-batches of several ranks: --fp8-recipe blockwise rounds them, too"
+        )
+    return tuple(found)

@@ -1,0 +1,72 @@
+"""Training with rounded operands learns as without, and a run may begin to round, and stop."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite_kernels.recipes import recipe
+from tests.end_to_end import runs
+from tests.end_to_end.golden import LLAMA, losses
+from tests.end_to_end.runs import MOCK, Run, metrics, words
+
+WAYS = {
+    "tensorwise": ("tensorwise", "e4m3", False),
+    "tensorwise, hybrid, weight gradients": ("tensorwise", "hybrid", True),
+    "blockwise": ("blockwise", "e4m3", False),
+    "blockwise, weight gradients": ("blockwise", "e4m3", True),
+    "mxfp8": ("mxfp8", "e4m3", True),
+    "nvfp4": ("nvfp4", "e4m3", False),
+}
+
+
+@functools.cache
+def last_losses(way: str) -> float:
+    """Return the mean loss of the last ten of fifty steps."""
+    roundings = UNROUNDED
+    if way in WAYS:
+        name, format, weight_gradients = WAYS[way]
+        each = Rounding(recipe(name, format), weight_gradients)
+        roundings = Roundings((each,) * LLAMA.num_layers)
+    return sum(losses(LLAMA, torch.bfloat16, roundings)[-10:]) / 10
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("way", WAYS)
+def test_fifty_steps_learn_as_without_rounding(way: str) -> None:
+    plain = last_losses("bf16")
+    assert last_losses(way) != plain
+    assert abs(last_losses(way) - plain) < 0.01 * plain
+
+
+FLAGS = (*MOCK, *runs.LLAMA, *words("--bf16 --save-interval 2"))
+FP8 = words("--fp8-format hybrid --fp8-recipe tensorwise")
+
+
+@pytest.mark.wide
+def test_a_run_begins_to_round_and_stops(run: Run, tmp_path: Path) -> None:
+    """Checkpoints hold the same tensors, and what has changed is told."""
+
+    def go_on(steps: int, *flags: str) -> str:
+        return run(*FLAGS, "--save", tmp_path, "--resume", "auto", "--train-iters", str(steps), *flags).stdout
+
+    go_on(2)
+    assert "note: --fp8-format is hybrid here, and was unset" in go_on(4, *FP8)
+    rounded = go_on(6, *words("--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"))
+    assert "note: --fp4-format is e2m1 here, and was unset" in rounded
+    assert "note: --fp4-format is unset here, and was e2m1" in go_on(8)
+    assert [each["iteration"] for each in metrics(tmp_path)] == list(range(1, 9))
+
+
+@pytest.mark.wide
+@pytest.mark.bits
+def test_a_rounded_run_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    run(*FLAGS, *FP8, "--save", once, *words("--train-iters 4 --lr-decay-iters 4"))
+    for steps in ("2", "4"):
+        run(*FLAGS, *FP8, "--save", twice, *words(f"--resume auto --train-iters {steps} --lr-decay-iters 4"))
+    assert [each["lm_loss"] for each in metrics(twice)] == [each["lm_loss"] for each in metrics(once)]
