@@ -136,7 +136,7 @@ def test_what_is_not_finite_makes_its_tile_nan_and_nothing_saturates(by: Recipe,
 
 @ALL
 def test_what_was_quantized_keeps_its_codes_and_scales(by: Recipe) -> None:
-    """With the same largest magnitude, where that is given. (448.1 becomes 224 * 2, and then 448 * 1.)"""
+    """The largest magnitude is the same, where it is given. (448.1 becomes 224 * 2, and then 448 * 1.)"""
     values = spread(4, 256) if by.scaling == "quotient" else torch.cat([spread(4, 256), hard(256)[:6]])
     for format in {by.forward, by.backward}:
         top = largest(values, by)
