@@ -224,6 +224,7 @@ def _dot(a: Tiles, b: Tiles, by: Recipe) -> float:
     return total
 
 
+@pytest.mark.bits
 @ALL
 def test_products_are_those_of_fractions(by: Recipe) -> None:
     a, b = quantize(spread(3, 300), by, by.backward), quantize_weight(spread(5, 300, seed=5), by).forward
@@ -235,6 +236,7 @@ def test_products_are_those_of_fractions(by: Recipe) -> None:
     assert torch.equal(product(a, b, by, torch.bfloat16), found.float().bfloat16())
 
 
+@pytest.mark.bits
 @SOME
 def test_a_row_has_the_same_product_whatever_stands_beside_it(by: Recipe) -> None:
     """Also with other numbers of rows, for which BLAS has other kernels, and in the groups of experts."""
