@@ -32,8 +32,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
     if config.training.fp16:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
-    if config.adapters.lora_rank is not None:
-        yield f"{flag} with --lora-rank: frozen weights with adapters have no products in few bits: drop one of them"
     if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
         yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
     tensor = parallel.tensor_model_parallel_size

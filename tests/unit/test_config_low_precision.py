@@ -33,7 +33,6 @@ REFUSED = {
     FP8 + FP4: "--fp8-format and --fp4-format are two ways to multiply: choose one",
     "--fp8-format hybrid --fp8-recipe mxfp8": "--fp8-format hybrid with --fp8-recipe mxfp8: training diverges",
     FP8 + "--fp16": "--fp16 with --fp8-recipe blockwise: small gradients",
-    FP4 + "--lora-rank 4": "--fp4-format e2m1 with --lora-rank",
     FP8
     + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
 }
