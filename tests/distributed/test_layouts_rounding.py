@@ -87,7 +87,8 @@ ALIKE: dict[str, tuple[Row, Row]] = {
     "recurrent, whole, tp2-sp": ({**WHOLE, "pattern": "MGK-", "rounds_weight_gradients": True}, SP),
     "adapters, tp2-sp, deferred": ({**MX, "adapters": "lora"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
     "adapters with dropout, cp2": ({**WHOLE, "adapters": "dropout", "rounds_weight_gradients": True}, {"cp": 2}),
-    "adapters of lengths, tp2": ({**FP4, "adapters": "dora", "family": "mixtral"}, SP),
+    "adapters of lengths, tp2": ({**FP4, "adapters": "dora"}, {"tp": 2}),
+    "adapters of experts, tp2-sp": ({**FP4, "adapters": "lora", "family": "mixtral"}, SP),
     "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
     "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
 }
