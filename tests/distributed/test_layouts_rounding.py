@@ -59,12 +59,12 @@ LAYOUTS: dict[str, Row] = {
     "whole, pp2, deferred": {**WHOLE, **SP, "pp": 2, "dp": 1, "schedule": "zb-h1", "rounds_weight_gradients": True},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
-OFTEN = ["mx, tp2-sp", "fp4, tp2-sp", "whole, cp2-tp2-sp"]
+OFTEN = ["fp4, tp2-sp"]
 
 
 @pytest.mark.parametrize("name", wide_except(LAYOUTS, OFTEN))
 def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
-    cell = make_cell({"cp": 1} | LAYOUTS[name], steps=2)
+    cell = make_cell({"cp": 1} | LAYOUTS[name], steps=1 if name in OFTEN else 2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
