@@ -16,8 +16,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
         yield from needs(chosen, "fp8_recipe fp8_wgrad", "--fp8-format")
-    if chosen.recipe is None:
-        yield from needs(chosen, "first_last_layers_bf16", "--fp8-format or --fp4-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -47,6 +45,10 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
 def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     """Return what a start tells of products in few bits."""
     chosen, found = config.low_precision, []
+    if chosen.fp8_recipe is None and chosen.fp4_format is None:
+        found.append(
+            f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
+        )
     if chosen.fp8_wgrad:
         found.append(
             "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
