@@ -40,6 +40,8 @@ LAYOUTS: dict[str, Row] = {
     "fp4, experts, etp2": {**FP4, **SP, "dp": 1, "etp": 2, "family": "mixtral"},
     "fp4, experts, ep2-etp2": {**FP4, "dp": 2, **SP, "ep": 2, "etp": 2, "family": "mixtral", "documents": True},
     "squares, experts": {**SQUARES, "dp": 2, "ep": 2, "wide": 8, "family": "switch"},
+    "mx, late weights": {**MX, "dp": 2, "zero": 1, "on_host": 0.5, "arrive_late": True, "overlap": "reduce"},
+    "mx, zero3, slices on the host": {**MX, "dp": 2, "zero": 3, "on_host": 1.0, "slices_on_host": True, **SP},
     "whole, experts": {**WHOLE, "dp": 1, **SP, "ep": 2, "family": "mixtral"},
     "fp4": {**FP4, "dp": 1, "plain_layers": (0,), "key_values": "gqa"},
     "fp4, tp2": {**FP4, "dp": 1, "tp": 2, "recompute": "block"},
