@@ -16,8 +16,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
         yield from needs(chosen, "fp8_recipe fp8_wgrad", "--fp8-format")
-    if chosen.recipe is None:
-        yield from needs(chosen, "first_last_layers_bf16", "--fp8-format or --fp4-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -32,8 +30,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
     if config.training.fp16:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
-    if config.adapters.lora_rank is not None:
-        yield f"{flag} with --lora-rank: frozen weights with adapters have no products in few bits: drop one of them"
     if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
         yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
     tensor = parallel.tensor_model_parallel_size
@@ -49,12 +45,16 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
 def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     """Return what a start tells of products in few bits."""
     chosen, found = config.low_precision, []
-    if chosen.fp8_wgrad:
+    if chosen.fp8_recipe is None and chosen.fp4_format is None:
+        found.append(
+            f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
+        )
+    if chosen.fp8_wgrad and chosen.recipe != "tensorwise":
         found.append(
             "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
             "each rank's part of a sequence is a multiple of the block"
         )
-    else:
+    elif not chosen.fp8_wgrad:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
     if config.model.num_experts is not None and chosen.recipe == "tensorwise":
