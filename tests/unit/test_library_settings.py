@@ -28,6 +28,8 @@ GPT = megalite.GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=1, voc
         ({"context_parallel_size": 2}, r"context_parallel_size=2 is Layout\(cp=...\) here"),
         ({"recompute_granularity": "full"}, "recompute_granularity='full' is recompute=True here"),
         ({"recompute_num_layers": 1}, "recompute_num_layers=1 changes nothing here"),
+        ({"fp8_format": "e4m3"}, "fp8_format='e4m3' changes nothing here"),
+        ({"lora_rank": 4}, "lora_rank=4 changes nothing here"),
         ({"log_intervall": 3}, r"\(log_intervall=...\) is unknown, did you mean log_interval"),
         ({"micro_batchsize": 3}, "did you mean micro_batch_size"),
         ({"log_interval": "often"}, "log_interval='often': the type of this setting"),
