@@ -38,7 +38,7 @@ from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
-from megalite.training.kernels import compile_layers, require_whole_blocks
+from megalite.training.kernels import compile_layers, require_recipe, require_whole_blocks
 from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
@@ -66,6 +66,7 @@ class GPTNetworkTask(Task):
         chunks = builder.make_chunks(self.config, self.model, mesh, stages)
         if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
+            require_recipe(self.config, mesh.device)
             require_whole_blocks(self.config, chunks, mesh.device)
             if self.config.kernels.compile:
                 compile_layers(chunks)
@@ -76,6 +77,15 @@ class GPTNetworkTask(Task):
     def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
         if self.config.low_precision.recipe is not None:
             engine.within = partial(kept_codes, self.chunks)
+
+    @property
+    def recipe_notes(self) -> tuple[str, ...]:
+        """Notes on products in few bits."""
+        if self.config.low_precision.recipe is None:
+            return ()
+        from megalite.config.validate_low_precision import low_precision_notes  # few runs have them
+
+        return low_precision_notes(self.config)
 
     @property
     def set_values(self) -> Callable[[Parameter], None]:

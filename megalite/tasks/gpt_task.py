@@ -230,12 +230,8 @@ class GPTTask(GPTNetworkTask):
     def notes(self, trainer: Summarized) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
         teacher = () if self._teacher is None else self._teacher.notes
-        found = (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes(trainer), *teacher)
-        if self.config.low_precision.recipe is None:
-            return found
-        from megalite.config.validate_low_precision import low_precision_notes
-
-        return (*found, *low_precision_notes(self.config))
+        of_network = (*self.network_notes, *self.recipe_notes)
+        return (*self._dispatcher_notes, *experts, *of_network, *self._mix_notes(trainer), *teacher)
 
     def _mix_notes(self, trainer: Summarized) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""

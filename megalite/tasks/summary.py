@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.config import RunConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.layer_specs import pattern_of
 from megalite.config.model import ModelConfig
@@ -77,7 +78,7 @@ def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, obje
 
 def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
-    config, mesh, model, recipe = task.config, trainer.mesh, task.model, task.config.low_precision.recipe
+    config, mesh, model = task.config, trainer.mesh, task.model
     measured = measured_memory(trainer, task)
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
@@ -92,11 +93,17 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         **_pipeline(trainer, task),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, task.dtype),
-        "precision": config.training.dtype + ("" if recipe is None else f", products in {recipe}"),
+        "precision": precision_line(config),
         "kernels": current().description(mesh.device, task.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),
     }
+
+
+def precision_line(config: RunConfig) -> str:
+    """Return the dtype of the network, and the recipe of its products."""
+    recipe = config.low_precision.recipe
+    return config.training.dtype + ("" if recipe is None else f", products in {recipe}")
 
 
 def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:

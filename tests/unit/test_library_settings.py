@@ -240,3 +240,20 @@ def test_answers_are_of_settings_and_arguments_that_exist() -> None:
     given = {f"{name}=" for kind in Optimizer.__subclasses__() for name in signature(kind).parameters}
     assert all(any(argument.startswith(each) for each in given) for argument in arguments._OF_OPTIMIZERS.values())
     assert not arguments._ANSWERS.keys() & {*signature(megalite.Trainer).parameters, *configuration._taken(of_gpt=True)}
+
+
+def test_a_gpt_of_a_program_multiplies_in_few_bits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start says so, and a GPU without such products refuses them as that of a command does."""
+    run: dict[str, Any] = {"dataset": [{"tokens": torch.zeros(4, dtype=torch.int64)}], "seq_length": 4}
+    run |= {"optimizer": SGD(lr=1.0), "micro_batch_size": 1, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
+    trainer = megalite.Trainer(GPT, **run)
+    trainer.train(steps=1)
+    trainer.close()
+    told = "".join(capsys.readouterr())
+    assert "float32, products in tensorwise" in told
+    assert "note: --fp8-recipe tensorwise: weight gradients are not rounded" in told
+    monkeypatch.setattr("megalite.training.kernels.on_gpu", lambda device: True)
+    with pytest.raises(megalite.errors.ConfigurationError, match="on a GPU, which has no such products"):
+        megalite.Trainer(GPT, precision="fp64", **run)
