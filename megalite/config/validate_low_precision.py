@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import cast
 
 from megalite.config.fields import needs
 from megalite.config.kinds.kind import Width
 from megalite.config.kinds.table import widths
-from megalite.config.low_precision import BLOCKS
+from megalite.config.low_precision import BLOCKS, RecipeName
 from megalite.config.run import RunConfig
 
 
@@ -50,9 +52,11 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
             f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
         )
     if chosen.fp8_wgrad and chosen.recipe != "tensorwise":
+        block = BLOCKS[cast(RecipeName, chosen.recipe)]
         found.append(
-            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
-            "each rank's part of a sequence is a multiple of the block"
+            f"note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
+            f"each rank's run of consecutive tokens of a sample, here {_run(config)}, times --micro-batch-size is a "
+            f"multiple of {block} on both"
         )
     elif not chosen.fp8_wgrad:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
@@ -63,3 +67,18 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
             "micro-batches of several ranks: --fp8-recipe blockwise rounds them, too"
         )
     return tuple(found)
+
+
+def _run(config: RunConfig) -> int:
+    """Return how many consecutive tokens of a sample a rank has at least, in some layer.
+
+    A context-parallel rank has chunks, and with sequence parallelism tensor-parallel ranks cut what it has.
+    """
+    parallel, length = config.parallel, config.data.seq_length
+    if (ranks := parallel.context_parallel_size) > 1:
+        length //= ranks
+        chunk = length // (parallel.chunks_per_rank(config.data.seq_length) or 2)
+    else:
+        chunk = length
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return math.gcd(chunk, length // parts)
