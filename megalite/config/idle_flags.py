@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.experts import WITHOUT_LOSS
 from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, LayerSpec, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import virtual_stages, why_nothing_is_aligned
@@ -62,6 +63,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
+    kinds, weights = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    if config.model.num_experts is not None and weights == (0.0,) and len(kinds) == 1 and kinds[0] not in WITHOUT_LOSS:
+        yield "model", "moe_router_load_balancing_type", ", since --moe-aux-loss-coeff is 0"
     if has_idle_softmax(config.model):
         yield (
             "model",

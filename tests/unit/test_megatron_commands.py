@@ -27,9 +27,6 @@ REFUSED_THERE_TOO = (
     "--rampup-batch-size 16 16 5859375 needs --train-samples",  # "expected no batch-size rampup ..."
     "--step-batch-size-schedule",  # given with --global-batch-size, which raises ValueError
 )
-WITHOUT_EFFECT_THERE = (
-    "--moe-router-load-balancing-type global_aux_loss does nothing with --moe-aux-loss-coeff 0: drop it"
-)
 
 
 def refusal(flags: str) -> str:
@@ -69,7 +66,7 @@ def test_every_refusal_is_megatrons_or_names_what_is_missing(refusals: dict[str,
             continue
         for line in problem.splitlines():
             shared = line.startswith(REFUSED_THERE_TOO) and "--train-iters" in flags
-            assert shared or names_a_lack(line) or line == WITHOUT_EFFECT_THERE, f"{line}\n{flags}"
+            assert shared or names_a_lack(line), f"{line}\n{flags}"
 
 
 def test_most_commands_are_taken(refusals: dict[str, str]) -> None:
