@@ -8,39 +8,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
-from megalite_kernels.recipes import recipe
 from tests.end_to_end import runs
-from tests.end_to_end.golden import LLAMA, losses
+from tests.end_to_end.golden import LLAMA, RECIPES, losses, read, rounded_losses
 from tests.end_to_end.runs import MOCK, NO_DROPOUT, Run, metrics, words
-
-WAYS = {
-    "tensorwise": ("tensorwise", "e4m3", False),
-    "tensorwise, hybrid, weight gradients": ("tensorwise", "hybrid", True),
-    "blockwise": ("blockwise", "e4m3", False),
-    "blockwise, weight gradients": ("blockwise", "e4m3", True),
-    "mxfp8": ("mxfp8", "e4m3", True),
-    "nvfp4": ("nvfp4", "e4m3", False),
-}
+from tests.end_to_end.test_golden import RELATIVE, SAME_INITIAL_WEIGHTS
+from tests.harness.close import assert_number_close
 
 
 @functools.cache
-def last_losses(way: str) -> float:
-    """Return the mean loss of the last ten of fifty steps."""
-    roundings = UNROUNDED
-    if way in WAYS:
-        name, format, weight_gradients = WAYS[way]
-        each = Rounding(recipe(name, format), weight_gradients)
-        roundings = Roundings((each,) * LLAMA.num_layers)
-    return sum(losses(LLAMA, torch.bfloat16, roundings)[-10:]) / 10
+def last_losses(way: str | None) -> float:
+    """Return the mean loss of the last ten of fifty steps in bf16, by a recipe or none."""
+    found = losses(LLAMA, torch.bfloat16) if way is None else rounded_losses(way, torch.bfloat16)
+    return sum(found[-10:]) / 10
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", RECIPES)
 def test_fifty_steps_learn_as_without_rounding(way: str) -> None:
-    plain = last_losses("bf16")
+    plain = last_losses(None)
     assert last_losses(way) != plain
     assert abs(last_losses(way) - plain) < 0.01 * plain
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not SAME_INITIAL_WEIGHTS, reason="weights that differ in their last bits have other codes")
+@pytest.mark.parametrize("way", RECIPES)
+def test_fifty_steps_are_as_committed(way: str) -> None:
+    for step, (actual, expected) in enumerate(
+        zip(rounded_losses(way, torch.float64), read("recipes")[way], strict=True)
+    ):
+        assert_number_close(actual, expected, f"{way}, step {step}", RELATIVE["float64"])
 
 
 FLAGS = (*MOCK, *runs.LLAMA, *words("--bf16 --save-interval 2"))
