@@ -54,7 +54,7 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     if chosen.fp8_wgrad and chosen.recipe != "tensorwise":
         block = BLOCKS[cast(RecipeName, chosen.recipe)]
         found.append(
-            f"note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
+            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
             f"each rank's run of consecutive tokens of a sample, here {_run(config)}, times --micro-batch-size is a "
             f"multiple of {block} on both"
         )

@@ -85,7 +85,7 @@ RECIPES = {
     "mxfp8": Rounding(recipe("mxfp8"), weight_gradients=True),
     "nvfp4": Rounding(recipe("nvfp4")),
 }
-"""By these, a Llama rounds the operands of all its layers. In float64: what bf16 rounds depends on the processor."""
+"""Roundings of all layers of a Llama. In float64, since what bf16 rounds depends on the processor."""
 
 
 def rounded_losses(way: str, dtype: torch.dtype) -> list[float]:

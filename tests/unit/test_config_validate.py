@@ -1354,7 +1354,7 @@ def test_derived_sizes_are_megatrons() -> None:
 
 
 def test_a_balancing_loss_of_weight_0_is_idle() -> None:
-    """As in Megatron-LM, one of whose own commands gives one."""
+    """Megatron-LM takes one, and its own commands give one."""
     given = "--moe-router-load-balancing-type global_aux_loss"
     parsed = parse_arguments(f"{VALID} --num-experts 4 {given}".split())
     assert parsed.config.model == config_of("--num-experts 4").model
