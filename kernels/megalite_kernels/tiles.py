@@ -208,14 +208,17 @@ def quantize_weight(
         from megalite_kernels.tiles_kernels import launch_quantize_squares
 
         forward, turned = launch_quantize_squares(values, recipe)
-    else:
-        forward = (
-            quantize_squares_reference(values, recipe)
-            if recipe.block
-            else quantize(values, recipe, recipe.forward, top)
-        )
-        turned = forward.codes.t().contiguous() if on_gpu(values) else forward.codes.t()
-    return WeightTiles(forward, Tiles(turned, forward.scales.t() if recipe.block else forward.scales))
+        return WeightTiles(forward, Tiles(turned, forward.scales.t()))
+    if recipe.block:
+        return for_both(quantize_squares_reference(values, recipe))
+    return for_both(quantize(values, recipe, recipe.forward, top))
+
+
+def for_both(forward: Tiles) -> WeightTiles:
+    """Return both operands of a weight, from that of the forward, if they have the same codes."""
+    turned = forward.codes.t()
+    turned = turned.contiguous() if on_gpu(turned) else turned
+    return WeightTiles(forward, Tiles(turned, forward.scales.t()))
 
 
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:

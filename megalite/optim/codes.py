@@ -1,0 +1,90 @@
+"""Codes that ZeRO 3 gathers in place of the values of weights (--fp8-param-gather).
+
+Each rank makes the codes of its own slice. Their scales follow from the largest magnitudes of tiles, of which slices of
+several ranks have elements: the ranks take the maximum, so that the codes are those of the whole weight, bit for bit.
+The values have no memory but in the slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.optim.layout import Slot
+from megalite.parallel import collectives
+from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Coded
+
+
+class BucketCodes:
+    """Codes of a bucket of weights that products round."""
+
+    def __init__(self, slots: Sequence[Slot], start: int, group: Group) -> None:
+        """Take the memory of the weights' values away.
+
+        Args:
+            slots: the weights, all of which are `coded`.
+            start: the first element of this rank's slice.
+            group: the ranks that have the other slices.
+        """
+        self._slots, self._start, self._group = slots, start, group
+        self._keeps = False
+        self._own: Tensor | None = None
+        self._tops: list[Tensor] = []  # of each weight's tiles
+        for slot in slots:
+            # Products find codes. Whatever else reads a value finds NaN.
+            slot.parameter.data = slot.parameter.new_full((), math.nan).expand(slot.parameter.shape)
+            slot.parameter.codes = []
+
+    @property
+    def are_kept(self) -> bool:
+        """True if the slice is not needed, because its codes are there."""
+        return self._own is not None
+
+    def keep(self) -> None:
+        """Keep codes that are made from now on, until `drop`."""
+        self._keeps, self._own = True, None
+
+    def drop(self) -> None:
+        self._keeps, self._own = False, None
+
+    def of_slice(self, values: Tensor) -> Tensor:
+        """Return the codes of this rank's slice, uint8, from its values. All ranks of the group call it together."""
+        if self._own is not None:
+            return self._own
+        self._tops = self._agreed(values)
+        own = torch.zeros(len(values), dtype=torch.uint8, device=values.device)
+        for (coded, first, part), tops in zip(self._parts(values), self._tops, strict=True):
+            own[part] = coded.matrices.codes(values[part], first, tops).view(torch.uint8)
+        self._own = own if self._keeps else None
+        return own
+
+    def hand_over(self, codes: Tensor) -> None:
+        """Give each weight its codes, uint8 [length of the bucket], with their scales."""
+        for slot, tops in zip(self._slots, self._tops, strict=True):
+            coded = _coded(slot)
+            own = codes[slot.start : slot.stop].view(coded.matrices.recipe.forward)
+            slot.parameter.codes = coded.matrices.tiles(own, tops)
+
+    def _agreed(self, values: Tensor) -> list[Tensor]:
+        """Return the largest magnitudes of all tiles of each weight."""
+        own = [coded.matrices.largest(values[part], first) for coded, first, part in self._parts(values)]
+        whole = collectives.all_reduce_(torch.cat([tops.flatten() for tops in own]), self._group, "max")
+        found = []
+        for slot, part, tops in zip(self._slots, whole.split([tops.numel() for tops in own]), own, strict=True):
+            found.append(collectives.all_reduce_(part, _coded(slot).sharers, "max").view_as(tops))
+        return found
+
+    def _parts(self, values: Tensor) -> Iterator[tuple[Coded, int, slice]]:
+        """Yield, for each weight, the first of its elements in this rank's slice, and their place, which may be empty."""
+        for slot in self._slots:
+            low, high = (min(max(end - self._start, 0), len(values)) for end in (slot.start, slot.stop))
+            yield _coded(slot), self._start + low - slot.start if low < high else 0, slice(low, high)
+
+
+def _coded(slot: Slot) -> Coded:
+    assert slot.parameter.coded is not None
+    return slot.parameter.coded
