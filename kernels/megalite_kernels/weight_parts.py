@@ -1,7 +1,7 @@
 """Codes of a part of a weight, with the bits that `quantize_weight` gives the whole one.
 
-Ranks that have each a part first take the largest magnitude of every tile among their elements. The maximum over ranks is
-exact in any order, and all scales follow from it.
+Ranks that have each a part first take the largest magnitude of every tile among their elements. The maximum over ranks
+is exact in any order, and all scales follow from it.
 """
 
 from __future__ import annotations

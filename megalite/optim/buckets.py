@@ -164,15 +164,14 @@ class ParameterBucket:
 
     def begin_fetch(self) -> None:
         """Begin to fetch this rank's slice from the host, for the next gather, unless it is there or on its way."""
-        coded = self.codes is not None and self.codes.are_kept
-        if self._transfers is not None and self._fetched is None and is_storage_free(self.parameters) and not coded:
+        if self._transfers is not None and self._fetched is None and is_storage_free(self.parameters):
             place = torch.empty_like(self.parameter_shard, device=self.parameters.device)
             self._last_fetch = self._transfers.begin("to device", self.parameter_shard, place)
             self._fetched = place, self._last_fetch
 
     def begin_uses(self) -> None:
-        """Take this rank's slice as unchanged until `end_uses`: its codes are made once."""
-        if self.codes is not None:
+        """Take this rank's slice as unchanged until `end_uses`: its codes are made once, if it is on the device."""
+        if self.codes is not None and not self.slice_on_host:
             self.codes.keep()
 
     def end_uses(self) -> None:

@@ -39,11 +39,6 @@ class BucketCodes:
             slot.parameter.data = slot.parameter.new_full((), math.nan).expand(slot.parameter.shape)
             slot.parameter.codes = []
 
-    @property
-    def are_kept(self) -> bool:
-        """True if the slice is not needed, because its codes are there."""
-        return self._own is not None
-
     def keep(self) -> None:
         """Keep codes that are made from now on, until `drop`."""
         self._keeps, self._own = True, None
@@ -79,7 +74,7 @@ class BucketCodes:
         return found
 
     def _parts(self, values: Tensor) -> Iterator[tuple[Coded, int, slice]]:
-        """Yield, for each weight, the first of its elements in this rank's slice, and their place, which may be empty."""
+        """Yield, for each weight, the first of its elements in this rank's slice, and the place of all, perhaps empty."""
         for slot in self._slots:
             low, high = (min(max(end - self._start, 0), len(values)) for end in (slot.start, slot.stop))
             yield _coded(slot), self._start + low - slot.start if low < high else 0, slice(low, high)

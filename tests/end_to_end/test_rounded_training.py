@@ -70,3 +70,20 @@ def test_a_rounded_run_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> N
     for steps in ("2", "4"):
         run(*FLAGS, *FP8, "--save", twice, *words(f"--resume auto --train-iters {steps} --lr-decay-iters 4"))
     assert [each["lm_loss"] for each in metrics(twice)] == [each["lm_loss"] for each in metrics(once)]
+
+
+@pytest.mark.wide
+@pytest.mark.bits
+def test_gathered_codes_change_no_figure_of_a_run(run: Run, tmp_path: Path) -> None:
+    """Nor an evaluation, nor one that goes on from a checkpoint, with the flag and without."""
+    sharded = words("--data-parallel-sharding-strategy optim_grads_params --train-iters 4 --eval-interval 1")
+    flags, gathered = (*FLAGS, *FP8, *sharded, *words("--eval-iters 1")), "--fp8-param-gather"
+    runs_of = {"values": ((), ()), "codes": ((gathered,), (gathered,)), "both": ((gathered,), ())}
+    found = {}
+    for name, (first, second) in runs_of.items():
+        run(*flags, *first, "--save", tmp_path / name, "--exit-interval", 2, world_size=2)
+        run(*flags, *second, "--save", tmp_path / name, *words("--resume auto"), world_size=2)
+        losses = ("lm_loss", "valid_loss", "grad_norm")
+        found[name] = [[each.get(loss) for loss in losses] for each in metrics(tmp_path / name)]
+    assert found["codes"] == found["both"] == found["values"]
+    assert len(found["values"]) >= 4

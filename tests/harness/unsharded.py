@@ -11,8 +11,7 @@ from megalite.parallel import collectives
 
 @contextmanager
 def unsharded_parameters(optimizer: Optimizer) -> Iterator[None]:
-    """Gather all parameters within the block, to read weights outside a forward pass; those of which codes are gathered,
-    too."""
+    """Gather the values of all parameters within the block, to read weights outside a forward pass."""
     coded = [bucket for bucket in (*optimizer.buckets, *optimizer.frozen) if bucket.codes is not None]
     kept = [(slot.parameter, slot.parameter.data) for bucket in coded for slot in bucket.slots]
     with optimizer.gathered_parameters():

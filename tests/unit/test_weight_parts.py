@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_parts_have_the_codes_of_the_whole(name: str, size: tuple[int, int, int]
     flat = whole.flatten()
     for parts in (1, 2, 7):
         ends = [len(flat) * number // parts for number in range(parts + 1)]
-        cut = [(flat[start:stop], start) for start, stop in zip(ends, ends[1:], strict=False)]
+        cut = [(flat[start:stop], start) for start, stop in pairwise(ends)]
         tops = torch.stack([matrices.largest(*part) for part in cut]).amax(0)
         found = matrices.tiles(torch.cat([matrices.codes(*part, tops) for part in cut]), tops)
         for ours, matrix in zip(found, whole, strict=True):
