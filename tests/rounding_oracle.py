@@ -113,12 +113,12 @@ ROUNDERS: dict[str, tuple[Rounder, Rounder]] = {
     "mxfp8": (mxfp8, mxfp8),
     "nvfp4": (nvfp4, nvfp4),
 }
-"""For each recipe, how rows of tokens are rounded along channels, and how weights are."""
+"""Functions of each recipe that round rows of tokens along channels, and weights."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is rounded.
+    """Products that are rounded, and the recipe.
 
     Attributes:
         recipe: a name in `ROUNDERS`.

@@ -52,6 +52,8 @@ class Arguments:
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
     ema: bool = False
     """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
+    base: str | None = None
+    """Current folder of the base of adapters; unset: where it was when they were trained."""
     target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
@@ -131,6 +133,8 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
     if arguments.ema and arguments.loader != "megalite":
         raise ConfigurationError("--ema needs --loader megalite: the others have no mean of the weights")
+    if arguments.base is not None and arguments.loader != "megalite":
+        raise ConfigurationError("--base needs --loader megalite: a folder of PEFT names its base in its configuration")
     if not Path(arguments.load_dir).is_dir():
         raise CheckpointError(no_checkpoint(arguments.load_dir, "--load-dir"))
 
@@ -148,8 +152,9 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
-        loads = kind == arguments.loader
-        return open_megalite(folder, dtype(arguments) if loads else None, mean=loads and arguments.ema)
+        if kind != arguments.loader:
+            return open_megalite(folder)
+        return open_megalite(folder, dtype(arguments), mean=arguments.ema, base=arguments.base)
     if kind == "peft":
         from megalite.conversion.native import open_folder
 

@@ -51,6 +51,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
         if config.model.position_embedding_type == "rope" and config.model.rotary_scaling_factor == 1:
             yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
+    if config.low_precision.recipe is None:
+        names = "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        yield "low_precision", names, " without --fp8-format or --fp4-format"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if not config.model.qk_clip:

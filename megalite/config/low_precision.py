@@ -18,9 +18,9 @@ class LowPrecisionConfig:
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Multiply in FP8: all in e4m3, or gradients in e5m2 (hybrid); unset: in the precision of the weights."""
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "blockwise"
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     """Scales of FP8: one a tensor, one for 128 channels of a token and 128 x 128 of a weight, or one for 32 channels
-    (mxfp8, whose scales are powers of two)."""
+    (mxfp8, whose scales are powers of two); unset: blockwise, while Megatron-LM's default is delayed."""
     fp4_format: Literal["e2m1"] | None = None
     """Multiply in FP4 by NVIDIA's recipe: a scale for 16 channels, and one for the row that they are in."""
     fp8_wgrad: bool = False
@@ -36,15 +36,15 @@ class LowPrecisionConfig:
 
     @property
     def recipe(self) -> RecipeName | None:
-        """How operands are rounded; None: they are not."""
+        """Name of the recipe by which operands are rounded; None: they are not."""
         if self.fp4_format is not None:
             return "nvfp4"
-        return None if self.fp8_format is None else self.fp8_recipe
+        return None if self.fp8_format is None else self.fp8_recipe or "blockwise"
 
     @property
     def flag(self) -> str:
         """The flag that asks for the recipe, in errors."""
-        return "--fp4-format e2m1" if self.fp4_format is not None else f"--fp8-recipe {self.fp8_recipe}"
+        return "--fp4-format e2m1" if self.fp4_format is not None else f"--fp8-recipe {self.recipe}"
 
     def is_rounded(self, layer: int, layers: int) -> bool:
         """Tell whether a layer of the network has rounded products, by its number."""

@@ -98,7 +98,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _positions(config),
         relation_problems(model),
         prediction_problems(config),
-        distillation_problems(config),
+        distillation_problems(config, workers),
         idle_positions(model),
         _layout(config),
         _communication(config),

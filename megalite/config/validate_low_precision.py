@@ -16,8 +16,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
         yield from needs(chosen, "fp8_recipe fp8_wgrad fp8_param_gather", "--fp8-format")
-    if chosen.recipe is None:
-        yield from needs(chosen, "first_last_layers_bf16", "--fp8-format or --fp4-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -32,8 +30,6 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
     if config.training.fp16:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
-    if config.adapters.lora_rank is not None:
-        yield f"{flag} with --lora-rank: frozen weights with adapters have no products in few bits: drop one of them"
     if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
         yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
     if chosen.fp8_param_gather:
@@ -61,11 +57,17 @@ def _gather_problems(config: RunConfig) -> Iterator[str]:
             "--fp8-param-gather with --fp8-recipe mxfp8: its two products have codes of their own, together as many "
             "bytes as weights in bf16: give --fp8-recipe blockwise, or drop it"
         )
+    if config.adapters.use_dora:
+        yield "--fp8-param-gather with --use-dora: lengths of rows follow from the values of weights: drop one of them"
 
 
 def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     """Return what a start tells of products in few bits."""
     chosen, found = config.low_precision, []
+    if chosen.fp8_recipe is None and chosen.fp4_format is None:
+        found.append(
+            f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
+        )
     if chosen.fp8_wgrad:
         found.append(
             "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "

@@ -114,6 +114,8 @@ class GPT(StageModule):
                 weight, use = token_table(context, "output", shape, padded, config.init_method_std), 0
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
             output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig(), use)
+            # Depths that leave the output layer as it is would train what adapts it.
+            output.can_have_adapters = config.untie_embeddings_and_output_weights and not config.mtp_detach_heads
             self.head = Head(norm, output, 1.0 / config.logits_scaling)
         if config.trains_indexers_alone:
             self.requires_grad_(False)
@@ -126,7 +128,7 @@ class GPT(StageModule):
         config = self.config
         if config.position_embedding_type == "learned_absolute" and config.max_position_embeddings is None:
             raise ValueError("a learned position table needs max_position_embeddings")
-        return Embedding(
+        embedding = Embedding(
             self.context,
             word,
             config.hidden_size,
@@ -135,6 +137,8 @@ class GPT(StageModule):
             scale=embedding_scale(config, self.dtype),
             dropout=config.hidden_dropout,
         )
+        embedding.word.can_have_adapters = not config.shares_embedding
+        return embedding
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules that forward runs in order. Together they own all parameters."""

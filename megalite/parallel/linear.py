@@ -79,16 +79,18 @@ class _ColumnParallel(torch.autograd.Function):
         if update is not None:
             ctx.weights, ctx.b = weights[: -update.weights], weights[-update.weights :]
         multiplied = ctx.weights if update is None else ctx.weights[:-1]
-        make = whole.new_empty if multiplied else whole.new_zeros
-        output = make(*whole.shape[:-1], sum(map(len, multiplied)) if multiplied else update.width)  # type: ignore[union-attr]
-        for weight, part in zip(multiplied, _split_outputs(as_matrix(output), multiplied), strict=True):
-            torch.mm(as_matrix(whole), weight.t(), out=part)
-        if update is None:
-            ctx.save_for_backward(input)
+        ctx.products = products if multiplied else PLAIN
+        if len(multiplied) == 1:
+            output = products.forward(whole, multiplied[0], ALONE)
         else:
-            inner = torch.mm(as_matrix(whole), ctx.weights[-1].t())
-            update.add(as_matrix(output), inner, ctx.b)
-            ctx.save_for_backward(input, inner)
+            width = sum(map(len, multiplied)) if update is None else update.width
+            output = (whole.new_empty if multiplied else whole.new_zeros)(*whole.shape[:-1], width)
+            for weight, part in zip(multiplied, _split_outputs(as_matrix(output), multiplied), strict=True):
+                torch.mm(as_matrix(whole), weight.t(), out=part)
+        inner = [] if update is None else [torch.mm(as_matrix(whole), ctx.weights[-1].t())]
+        if update is not None:
+            update.add(as_matrix(output), inner[0], ctx.b)
+        ctx.save_for_backward(input, *inner)
         return output
 
     @staticmethod
@@ -119,11 +121,13 @@ class _ColumnParallel(torch.autograd.Function):
             else:
                 reduction = collectives.all_reduce_async_(input_gradient, group)
         products: list[Gradient]
+        ways = [own] * len(parts) if ctx.update is None else [*[own] * (len(parts) - 1), PLAIN]
         if later:
             gathered = _gather_later(input, group)
-            products = [_GatheredGradient(own, functools.partial(as_matrix, part), gathered) for part in parts]
+            turned = [functools.partial(as_matrix, part) for part in parts]
+            products = [_GatheredGradient(way, part, gathered) for way, part in zip(ways, turned, strict=True)]
         else:
-            products = [own.weight_gradient(part, as_matrix(whole)) for part in parts]
+            products = [way.weight_gradient(part, as_matrix(whole)) for way, part in zip(ways, parts, strict=True)]
         products += [ctx.update.of_b(gradient, inner[0], number) for number in range(len(b))]
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
@@ -150,9 +154,9 @@ class _RowParallel(torch.autograd.Function):
     ) -> Tensor:
         """Multiply, add the update, and sum over the ranks."""
         ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
-        ctx.products = products
         width = len(weights[0]) if update is None else update.width
         multiplied = weights if update is None else weights[:-2]
+        ctx.products = products if multiplied else PLAIN
         inner = [] if update is None else [torch.mm(as_matrix(input), weights[-2].t())]
         ctx.save_for_backward(input, *inner)
         if unread:
@@ -176,8 +180,9 @@ class _RowParallel(torch.autograd.Function):
         weights, update = ctx.weights, ctx.update
         own, gathered_by = ctx.products.in_backward(gradients[0], input), ALONE
         gradient = gradients[0]
-        if ctx.sequence_parallel and own.rounds and (is_deferred(weights[0]) or not weights[0].requires_grad):
-            gathered_by = ctx.group  # codes, as values are not needed now
+        reads_values = update is not None or (weights[0].requires_grad and not is_deferred(weights[0]))
+        if ctx.sequence_parallel and own.rounds and not reads_values:
+            gathered_by = ctx.group  # codes
         elif ctx.sequence_parallel:
             gradient = collectives.all_gather(gradient, ctx.group)
         gradient_matrix = as_matrix(gradient)
@@ -188,7 +193,8 @@ class _RowParallel(torch.autograd.Function):
         input_gradient = own.input_gradient(parts[0], weights[0], gathered_by)
         for part, weight in zip(parts[1:], weights[1:], strict=False):
             input_gradient.addmm_(part, weight)
-        products = [own.weight_gradient(part, as_matrix(input)) for part in parts]
+        ways = [own] if update is None else [*[own] * (len(weights) - 2), PLAIN]
+        products = [way.weight_gradient(part, as_matrix(input)) for way, part in zip(ways, parts, strict=True)]
         if ctx.sequence_parallel and is_deferred(weights[0]):
             gathered = _gather_later(gradients[0], ctx.group)
             products[0] = _GatheredGradient(own, gathered, functools.partial(as_matrix, input))

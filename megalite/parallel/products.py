@@ -1,9 +1,9 @@
 """Products of linear layers: in the precision of their operands, or with operands in 8 or 4 bits by a recipe.
 
 Y = X W' contracts over the columns of X [tokens, in] and W [out, in]; the gradient of X, dY W, over those of dY
-[tokens, out] and the rows of W; that of W, dY' X, over tokens. A scale is for a part of one token's row, or for a tile of
-a weight, and ranks split rows where these end: so codes and scales are the same on every layout. Of a tensor with one
-scale, all ranks that have a part of it take the largest value; of a row with one, those that split it.
+[tokens, out] and the rows of W; that of W, dY' X, over tokens. A scale is for a part of one token's row, or for a tile
+of a weight, and ranks split rows where these end: so codes and scales are the same on every layout. Of a tensor with
+one scale, all ranks that have a part of it take the largest value; of a row with one, those that split it.
 
 The gradients of weights are not rounded, unless asked: their blocks run along tokens, which follow the layout.
 """
@@ -85,7 +85,7 @@ PLAIN = Products()
 
 @dataclass(frozen=True)
 class Rounding:
-    """How operands are rounded.
+    """Recipe by which operands are rounded, and for which products.
 
     Attributes:
         weight_gradients: True if weight gradients are products of rounded operands, too.
@@ -99,7 +99,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Roundings:
-    """How parts of a network round the operands of their products.
+    """Roundings of the operands in parts of a network.
 
     Attributes:
         of_layers: that of each layer; none: they do not, nor do layers beyond them.

@@ -97,7 +97,7 @@ class GPTNetworkTask(Task):
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)
         self._check_function(str(path), saved)
-        check_adapters(path, described.config, self.config.adapters)
+        check_adapters(path, described.config, self.config.adapters, self.model)
 
     def check_trained(self, path: AnyPath, described: Manifest) -> None:
         """Raise CheckpointError if the run trained other weights, as a stage of sparse attention, or --freeze."""
@@ -170,6 +170,11 @@ class GPTNetworkTask(Task):
         Raises CheckpointError if it cannot begin any.
         """
         kind = parts.partition(" ")[0]
+        if anew and not self.saves_frozen:
+            raise CheckpointError(
+                f"{what} does not have the {parts} of this run ({anew}), and --lora-rank would never train them: begin "
+                "them anew in a run that trains all weights"
+            )
         if self.config.checkpoint.load_casts and anew:
             raise CheckpointError(
                 f"{what} does not have the {parts} of this run ({anew}), which begins them anew, as --load-casts "
@@ -183,7 +188,7 @@ class GPTNetworkTask(Task):
         """See `Task`. Adapters are not merged if the run trains them on."""
         opened = open_initial_model(path)
         if opened.adapters is not None and not self.saves_frozen:
-            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters)
+            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters, self.model)
             opened = replace(opened, source=opened.adapters.joined())
         if self.config.checkpoint.resize_vocabulary:
             from megalite.conversion.vocabulary import with_more_tokens

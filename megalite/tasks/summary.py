@@ -77,7 +77,7 @@ def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, obje
 
 def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
-    config, mesh, model = task.config, trainer.mesh, task.model
+    config, mesh, model, recipe = task.config, trainer.mesh, task.model, task.config.low_precision.recipe
     measured = measured_memory(trainer, task)
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers{_pattern(model)}, "
@@ -92,7 +92,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         **_pipeline(trainer, task),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, task.dtype),
-        "precision": config.training.dtype,
+        "precision": config.training.dtype + ("" if recipe is None else f", products in {recipe}"),
         "kernels": current().description(mesh.device, task.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -24,10 +24,8 @@ from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
 from megalite.storage import AnyPath
 from megalite.training.branch import PARENTS
 from megalite.training.data import NOT_OF_THE_SAMPLES
+from megalite.training.ledger import Decision
 from megalite.training.metrics import Recorded
-
-if TYPE_CHECKING:
-    from megalite.training.ledger import Decision
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
@@ -43,7 +41,7 @@ _OTHERWISE = {
     "adapters": "",
     "low_precision": "",
     "preferences": "reference_log_probabilities",
-    "distillation": "distill_from",
+    "distillation": "distill_from distill_layout",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy

@@ -75,12 +75,18 @@ ADAPTERS = {
     "rslora": AdaptersConfig(lora_rank=4, lora_alpha=1.0, use_rslora=True),
     "dora": AdaptersConfig(lora_rank=2, use_dora=True),
     "dropout": AdaptersConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.4),
+    "tables": AdaptersConfig(lora_rank=3, lora_target_modules=("query", "lm_head", "embed_tokens")),
+    "head, dora": AdaptersConfig(lora_rank=2, lora_target_modules=("down", "output_layer"), use_dora=True),
+    "tables, dora": AdaptersConfig(lora_rank=2, lora_target_modules=("down", "lm_head", "embed_tokens"), use_dora=True),
 }
 ADAPTERS_OF_ORACLE = {
     "lora": Adapters(3, 2.0),
     "some": Adapters(2, 1.5, ("query", "value", "layers.1.mlp.up", "layers.3.mlp.up")),
     "rslora": Adapters(4, 0.5),
     "dora": Adapters(2, 1.0, dora=True),
+    "tables": Adapters(3, 1.0, ("query", "output_layer", "embedding.word_embeddings")),
+    "head, dora": Adapters(2, 1.0, ("down", "output_layer"), dora=True),
+    "tables, dora": Adapters(2, 1.0, ("down", "output_layer", "embedding.word_embeddings"), dora=True),
 }
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""

@@ -55,7 +55,9 @@ def test_a_run_begins_to_round_and_stops(run: Run, tmp_path: Path) -> None:
         return run(*FLAGS, "--save", tmp_path, "--resume", "auto", "--train-iters", str(steps), *flags).stdout
 
     go_on(2)
-    assert "note: --fp8-format is hybrid here, and was unset" in go_on(4, *FP8)
+    begun = go_on(4, *FP8)
+    assert "note: --fp8-format is hybrid here, and was unset" in begun
+    assert "bfloat16, products in tensorwise" in begun
     rounded = go_on(6, *words("--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0"))
     assert "note: --fp4-format is e2m1 here, and was unset" in rounded
     assert "note: --fp4-format is unset here, and was e2m1" in go_on(8)

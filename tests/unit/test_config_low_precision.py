@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megalite.config.idle_flags import without_idle_flags
 from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.model import ModelConfig
 from megalite.config.validate_low_precision import low_precision_notes
@@ -27,17 +28,16 @@ REFUSED = {
     "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
     "--fp8-recipe mxfp8": "--fp8-recipe needs --fp8-format",
     FP4 + "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
-    "--first-last-layers-bf16": "--first-last-layers-bf16 needs --fp8-format or --fp4-format",
     FP8 + "--num-layers-at-end-in-bf16 2": "--num-layers-at-end-in-bf16 needs --first-last-layers-bf16",
     FP8 + "--first-last-layers-bf16 --num-layers-at-end-in-bf16 3": "--first-last-layers-bf16 leaves none of",
     FP8 + FP4: "--fp8-format and --fp4-format are two ways to multiply: choose one",
     "--fp8-format hybrid --fp8-recipe mxfp8": "--fp8-format hybrid with --fp8-recipe mxfp8: training diverges",
     FP8 + "--fp16": "--fp16 with --fp8-recipe blockwise: small gradients",
-    FP4 + "--lora-rank 4": "--fp4-format e2m1 with --lora-rank",
     "--fp8-param-gather": "--fp8-param-gather needs --fp8-format",
     FP8 + "--fp8-param-gather --data-parallel-sharding-strategy optim": "--fp8-param-gather needs "
     "--data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not ZeRO 1",
     FP8 + "--fp8-recipe mxfp8 --fp8-param-gather": "--fp8-param-gather with --fp8-recipe mxfp8: its two products",
+    FP8 + "--fp8-param-gather --use-dora --lora-rank 4": "--fp8-param-gather with --use-dora",
     FP8
     + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
 }
@@ -50,8 +50,8 @@ OF_RANKS = {
     "--tensor-model-parallel-size 2: ranks that share one of --num-query-groups 1 would each round a part of its "
     "gradient: give a number of ranks that divides 1",
     WIDE + FP4 + EXPERTS + "--tp 2 --sequence-parallel --moe-ffn-hidden-size 40": "--fp4-format e2m1 with "
-    "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the next "
-    "width is 64",
+    "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the "
+    "next width is 64",
 }
 
 
@@ -66,6 +66,7 @@ def test_ranks_have_whole_blocks_and_groups(flags: str) -> None:
 
 
 def test_layers_at_the_ends_are_left_out() -> None:
+    assert without_idle_flags(config_of("--first-last-layers-bf16"))[0] == config_of("")
     assert config_of("").low_precision == LowPrecisionConfig()
     assert roundings(config_of("")) is UNROUNDED
     every = roundings(config_of("--fp8-format hybrid --fp8-recipe tensorwise"))
@@ -78,12 +79,13 @@ def test_layers_at_the_ends_are_left_out() -> None:
 
 
 def test_a_start_tells_what_is_not_rounded() -> None:
-    (note,) = low_precision_notes(config_of(FP8))
+    default, note = low_precision_notes(config_of(FP8))
+    assert default.startswith("note: --fp8-recipe blockwise, since no recipe is given")
     assert note.endswith("weight gradients are not rounded, as Megatron-LM's are: --fp8-wgrad does it")
-    (note,) = low_precision_notes(config_of(FP8 + "--fp8-wgrad"))
+    (note,) = low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe blockwise"))
     assert "run along tokens" in note
     assert len(low_precision_notes(config_of(FP8 + "--fp8-recipe tensorwise --num-experts 2"))) == 2
-    assert len(low_precision_notes(config_of(FP8 + "--num-experts 2"))) == 1
+    assert len(low_precision_notes(config_of(FP4 + "--num-experts 2"))) == 1
 
 
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:

@@ -43,7 +43,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def test_the_list_is_whole() -> None:
-    assert len(megatron_options()) == 838 + 87  # and those of earlier releases and of forks
+    assert len(megatron_options()) == 838 + 87 + 19  # and those of earlier releases, forks, and Model Optimizer
 
 
 def test_every_option_has_exactly_one_fate() -> None:

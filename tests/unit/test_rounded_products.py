@@ -75,7 +75,7 @@ def test_layers_that_are_left_out_and_the_output_layer_are_not_rounded() -> None
 
 
 def test_depths_are_rounded_with_their_projections() -> None:
-    """As in Megatron-LM, whatever layers are left out."""
+    """Megatron-LM does so, too, whatever layers are left out."""
     depths = replace(MODEL, mtp_num_layers=1)
     found = rounded(network(depths, Roundings((None,) * 3, EACH)))
     assert found == [f"prediction.depths.0.{end}" for end in ("projection", *(f"layers.0.{end}" for end in ENDS))]

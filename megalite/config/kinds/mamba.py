@@ -43,17 +43,12 @@ def _splits(model: ModelConfig) -> list[Split]:
 
 
 def _widths(model: ModelConfig) -> list[Width]:
-    heads, groups, width, state = (
-        model.mamba_heads,
-        model.mamba_num_groups,
-        model.mamba_head_dim,
-        model.mamba_state_dim,
-    )
-    name, of_state = "--mamba-num-groups", f"--mamba-state-dim {state}"
+    heads, width, groups = model.mamba_heads, model.mamba_head_dim, model.mamba_num_groups
+    name, state = "--mamba-num-groups", model.mamba_state_dim
     return [
         Width(f"the step of each of --mamba-num-heads {heads}", heads),
         Width(f"--mamba-num-heads {heads} x --mamba-head-dim {width}", heads * width),
-        Width(f"{name} {groups} x {of_state}", groups * state, (name, groups)),
+        Width(f"{name} {groups} x --mamba-state-dim {state}", groups * state, (name, groups)),
     ]
 
 

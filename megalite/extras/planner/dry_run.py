@@ -35,7 +35,7 @@ from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.tasks.memory import Memory
 from megalite.tasks.summary import measured_memory
-from megalite.torch_internals import mend_products_on_meta
+from megalite.torch_internals import mend_products_on_meta, mend_sgd_on_meta
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData, known_vocabulary
@@ -191,6 +191,7 @@ def planned_kernels(config: KernelsConfig, *, of_gpu: bool = True) -> Iterator[N
     A GPU has Triton's if Triton is installed here.
     """
     mend_products_on_meta()
+    mend_sgd_on_meta()
     before = current()
     use(Kernels(config.kernels, config.to_reference, meta_is_gpu=of_gpu))
     try:

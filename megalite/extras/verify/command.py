@@ -15,8 +15,9 @@ from megalite.config import CheckpointConfig, ParallelConfig, RunConfig, parse_a
 from megalite.config.alarms import AlarmsConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.corruption import CorruptionConfig
-from megalite.config.fields import flag_of, with_defaults
+from megalite.config.fields import flag_of, given, with_defaults
 from megalite.config.kernels import KernelsConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.megatron_flags import CALCULATE_PER_TOKEN_LOSS
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.offload import OffloadConfig
@@ -226,6 +227,8 @@ def read_command(
         program = "megalite" if only or PurePath(report.program).name.startswith("megalite") else "megatron"
     if config.data.mock_data and program != "megalite":
         notes.append("--mock-data: the samples are those that megalite makes up, and other programs make up others")
+    notes += [f"not computed: {flag}: products are not rounded" for flag in given(config.low_precision, "*")]
+    config = replace(config, low_precision=LowPrecisionConfig())
     per_token = program == "megalite" or f"--{CALCULATE_PER_TOKEN_LOSS}" in flags
     config = resolve(config, world_size)
     return Command(config, program, world_size, per_token, settings, tuple(notes))
@@ -287,11 +290,14 @@ def one_process(command: Command, precision: Precision) -> tuple[RunConfig, tupl
         model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     if not config.synchronization.is_plain:
         notes.append("gradients are summed over all ranks in each step: other synchronization is not computed")
+    if config.low_precision.recipe is not None:
+        notes.append(f"products are not rounded: {config.low_precision.flag} is not computed")
     config = replace(
         config,
         model=model,
         parallel=parallel,
         synchronization=SynchronizationConfig(),
+        low_precision=LowPrecisionConfig(),
         optimizer=optimizer,
         training=training,
         data=replace(config.data, num_workers=0),

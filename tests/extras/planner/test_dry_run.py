@@ -156,6 +156,15 @@ def test_a_dry_run_in_bf16_adds_products() -> None:
     assert sum(count for operation, count in found.total.operations.items() if operation.name == "addmm") > 0
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_a_dry_run_with_torchs_kernel_of_sgd_has_its_state(momentum: str) -> None:
+    """Torch has no version of this kernel for the meta device."""
+    flags = f"{FLAGS} --micro-batch-size 1 --optimizer sgd --optimizer-backend torch --sgd-momentum {momentum}"
+    found = dry_run(parse_arguments(flags.split()).config, 1, 0, of_gpu=False)
+    assert found.memory.optimizer == (0 if momentum == "0" else found.memory.parameters)
+
+
 def test_what_is_offloaded_is_not_on_the_device() -> None:
     """A step holds less by what the host holds, except for the layer that comes back ahead of its backward."""
 

@@ -67,6 +67,12 @@ def test_layouts_agree(teacher: Path, run: Run, tmp_path: Path) -> None:
     for name, layout in LAYOUTS.items():
         run(*flags, tmp_path / name, *words(layout), data=MOCK, world_size=2)
         assert_agree(tmp_path / name, tmp_path / "alone")
+    run(*flags, tmp_path / "own", *words("--pp 2 --distill-layout cp 2"), data=MOCK, world_size=2)
+    assert_agree(tmp_path / "own", tmp_path / "alone")
+    stopped = (*flags, tmp_path / "parts", *words("--pp 2 --distill-layout cp 2"))
+    run(*stopped, "--exit-interval", 2, data=MOCK, world_size=2, expected=85)
+    run(*stopped, "--resume", "auto", data=MOCK, world_size=2)
+    assert_same_checkpoint(tmp_path / "parts" / "iter_0000003", tmp_path / "own" / "iter_0000003")
 
 
 def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, teacher: Path, tmp_path: Path) -> None:
@@ -86,6 +92,15 @@ def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, te
         ("--distill-top-k 3 --distill-temperature 2", "--distill-top-k needs --distill-from"),
         ("--distill-from x --distill-weight 0", "--distill-weight 0.0: must be above 0, at most 1"),
         ("--distill-from x --mtp-num-layers 1", "teachers predict the next token alone; drop one"),
+        ("--distill-layout tp 1", "--distill-layout needs --distill-from"),
+        ("--distill-from x --distill-layout tp 2", "--distill-layout tp 2: 1 ranks cannot be divided into groups of"),
+        (
+            "--distill-from x --distill-layout dp 2",
+            "--distill-layout dp 2: 'dp' is no part of a layout: give any",
+        ),
+        ("--distill-from x --distill-layout tp", "--distill-layout tp: tp needs a number of ranks behind it, not ''"),
+        ("--distill-from x --distill-layout pp 0", "pp 0: --pipeline-model-parallel-size 0: must be at least 1"),
+        ("--distill-from x --distill-layout tp 1 tp 1", "--distill-layout tp 1 tp 1: tp is given twice"),
         ("--distill-from x --fused-linear-cross-entropy", "which never has all logits: drop one"),
     ],
 )
