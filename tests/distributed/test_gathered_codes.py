@@ -34,6 +34,7 @@ LAYOUTS: dict[str, Row] = {
     "latents": {**SMALL, "dp": 2, "latents": "blocks", "qk_layernorm": True},
     "recurrent": {**SMALL, "dp": 2, "pattern": "MGK-", "overlap": "reduce"},
     "depths": {**WHOLE, "dp": 2, "depths": 1},
+    "depths, repeated": {**SMALL, "dp": 2, "depths": 2, "repeated": True},
 }
 TRAINING = {"steps": 2, "optimizer": "adam", "clip_grad": 0.5, "cp": 1, "zero": 3}
 
@@ -60,6 +61,7 @@ def test_no_bit_changes(name: str, rank_pools: RankPools) -> None:
         {"on_host": 0.5, "slices_on_host": True, "clip_grad": 0.0},
         {"offload": OffloadConfig(fine_grained_activation_offloading=True)},
         {"compiled": "aot_eager"},
+        {"adapters": "some"},
     ],
     ids=lambda more: ", ".join(f"{name} {value}" for name, value in more.items() if name != "offload") or "offload",
 )

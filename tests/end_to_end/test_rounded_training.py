@@ -83,9 +83,10 @@ def test_gathered_codes_change_no_figure_of_a_run(run: Run, tmp_path: Path) -> N
     runs_of = {"values": ((), ()), "codes": ((gathered,), (gathered,)), "both": ((gathered,), ())}
     found = {}
     for name, (first, second) in runs_of.items():
-        run(*flags, *first, "--save", tmp_path / name, "--exit-interval", 2, world_size=2)
+        run(*flags, *first, "--save", tmp_path / name, "--exit-interval", 2, world_size=2, expected=85)
         run(*flags, *second, "--save", tmp_path / name, *words("--resume auto"), world_size=2)
         losses = ("lm_loss", "valid_loss", "grad_norm")
         found[name] = [[each.get(loss) for loss in losses] for each in metrics(tmp_path / name)]
     assert found["codes"] == found["both"] == found["values"]
-    assert len(found["values"]) >= 4
+    assert sum(None not in figures[:1] + figures[2:] for figures in found["values"]) == 4
+    assert sum(figures[1] is not None for figures in found["values"]) >= 4
