@@ -51,23 +51,26 @@ class Matrices:
         found = tops.new_zeros(self.size[0] * self._rows_of_tiles, tops.shape[1])
         return found.scatter_reduce_(0, row[:, None].expand_as(tops), tops, "amax")
 
-    def codes(self, values: Tensor, start: int, tops: Tensor) -> Tensor:
-        """Return the codes of these elements, [elements]. `tops`: the maximum of `largest` over all of them."""
+    def scales(self, tops: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales of tiles, and what their values are multiplied with.
+
+        Args:
+            tops: the maximum of `largest` over all elements.
+        """
+        return scales_of(tops, self.recipe, TILE_FORMATS[self.recipe.forward].largest)
+
+    def codes(self, values: Tensor, start: int, factors: Tensor) -> Tensor:
+        """Return the codes of these elements, [elements]. `factors`: of `scales`."""
         blocks, row = self._blocks(values, start)
-        _, factors = self._scales(tops)
         codes = round_to_codes(blocks * factors[row][..., None], self.recipe.forward)
         before = start % self.size[2]
         return codes.flatten(1)[:, : self.size[2]].flatten()[before : before + len(values)]
 
-    def tiles(self, codes: Tensor, tops: Tensor) -> list[WeightTiles]:
-        """Return the operands that each matrix is. `codes`: of all elements; `tops`: as in `codes`."""
-        scales, _ = self._scales(tops)
+    def tiles(self, codes: Tensor, scales: Tensor) -> list[WeightTiles]:
+        """Return the operands that each matrix is, from the codes of all elements, one after the other."""
         of_matrices = scales.unflatten(0, (self.size[0], -1)) if self.recipe.block else scales.view(-1)
         pairs = zip(codes.view(self.size), of_matrices, strict=True)
         return [for_both(Tiles(each, scale)) for each, scale in pairs]
-
-    def _scales(self, tops: Tensor) -> tuple[Tensor, Tensor]:
-        return scales_of(tops, self.recipe, TILE_FORMATS[self.recipe.forward].largest)
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the rows that elements are of, fp32 [rows, tiles, columns of a tile], and the row of tiles of each.

@@ -33,7 +33,7 @@ class BucketCodes:
         self._slots, self._start, self._group = slots, start, group
         self._keeps = False
         self._own: Tensor | None = None
-        self._tops: list[Tensor] = []  # of each weight's tiles
+        self._scales: list[Tensor] = []  # of each weight's tiles
         for slot in slots:
             # Products find codes. Whatever else reads a value finds NaN.
             slot.parameter.data = slot.parameter.new_full((), math.nan).expand(slot.parameter.shape)
@@ -50,19 +50,21 @@ class BucketCodes:
         """Return the codes of this rank's slice, uint8, from its values. All ranks of the group call it together."""
         if self._own is not None:
             return self._own
-        self._tops = self._agreed(values)
+        self._scales.clear()
         own = torch.zeros(len(values), dtype=torch.uint8, device=values.device)
-        for (coded, first, part), tops in zip(self._parts(values), self._tops, strict=True):
-            own[part] = coded.matrices.codes(values[part], first, tops).view(torch.uint8)
+        for (coded, first, part), tops in zip(self._parts(values), self._agreed(values), strict=True):
+            scales, factors = coded.matrices.scales(tops)
+            own[part] = coded.matrices.codes(values[part], first, factors).view(torch.uint8)
+            self._scales.append(scales)
         self._own = own if self._keeps else None
         return own
 
     def hand_over(self, codes: Tensor) -> None:
         """Give each weight its codes, uint8 [length of the bucket], with their scales."""
-        for slot, tops in zip(self._slots, self._tops, strict=True):
-            coded = _coded(slot)
-            own = codes[slot.start : slot.stop].view(coded.matrices.recipe.forward)
-            slot.parameter.codes = coded.matrices.tiles(own, tops)
+        for slot, scales in zip(self._slots, self._scales, strict=True):
+            matrices = _coded(slot).matrices
+            own = codes[slot.start : slot.stop].view(matrices.recipe.forward)
+            slot.parameter.codes = matrices.tiles(own, scales)
 
     def _agreed(self, values: Tensor) -> list[Tensor]:
         """Return the largest magnitudes of all tiles of each weight."""

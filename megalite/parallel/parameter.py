@@ -131,7 +131,7 @@ class GradientBuffer(Protocol):
 
 @dataclass(frozen=True)
 class Coded:
-    """How a weight becomes codes, if its values are read for nothing else, so that ZeRO 3 may gather codes instead.
+    """A way to make codes of a weight whose values are read for nothing else: ZeRO 3 gathers codes in their place.
 
     Attributes:
         sharers: the ranks that have parts of a tensor with one scale.
@@ -152,7 +152,7 @@ class Parameter(nn.Parameter):
     codes: list[Any] | None = None
     """Codes and scales of the values, once they are made; None: they are not kept (`products.kept_codes`)."""
     coded: Coded | None = None
-    """How codes are gathered in place of the values; None: values are gathered."""
+    """Way to make codes, which are gathered in place of the values; None: values are gathered."""
 
     def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
         data = torch.zeros((), dtype=dtype, device=device).expand(sharding.local_shape)

@@ -35,7 +35,8 @@ def test_parts_have_the_codes_of_the_whole(name: str, size: tuple[int, int, int]
         ends = [len(flat) * number // parts for number in range(parts + 1)]
         cut = [(flat[start:stop], start) for start, stop in pairwise(ends)]
         tops = torch.stack([matrices.largest(*part) for part in cut]).amax(0)
-        found = matrices.tiles(torch.cat([matrices.codes(*part, tops) for part in cut]), tops)
+        scales, factors = matrices.scales(tops)
+        found = matrices.tiles(torch.cat([matrices.codes(*part, factors) for part in cut]), scales)
         for ours, matrix in zip(found, whole, strict=True):
             for one, other in zip(ours, quantize_weight(matrix, recipe(name)), strict=True):
                 assert torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
