@@ -18,9 +18,9 @@ from megalite_kernels.tile_cases import tile_cases
 from megalite_kernels.tiles import Tiles, dequantize, quantize, quantize_weight
 
 TOLERANCE = 2.0**-7
-"""Of a product, relative to the sum of the magnitudes of its terms."""
+"""Error of a product, relative to the sum of the magnitudes of its terms."""
 BANDWIDTH = 0.8
-"""Of a copy's, that quantizing reaches."""
+"""Share of a copy's bandwidth that quantizing reaches."""
 STEP = 0.8
 """Time of a blockwise product with what it quantizes, of a bf16 product's."""
 RECIPES = ("tensorwise", "blockwise", "mxfp8", "nvfp4")

@@ -36,7 +36,7 @@ VARIANTS = {
 """Recipes by their names in the file; those that are not megalite's are what other programs do by default."""
 EXIT_DIFFERENT, EXIT_NOT_INSTALLED = 1, 2
 PRODUCT_TOLERANCE = 2.0**-8
-"""Of torchao's emulated product, which is rounded to bf16, relative to the sum of the magnitudes of its terms."""
+"""Error of torchao's emulated product, rounded to bf16, relative to the sum of the magnitudes of its terms."""
 
 
 def numbers(rows: int, columns: int, seed: int) -> Tensor:
@@ -166,6 +166,7 @@ def _bits(part: Tensor, like: Tensor) -> Tensor:
 
 
 def _product_agrees(squares: Tensor) -> bool:
+    """Tell whether torchao's emulated product of the same tiles is within the tolerance."""
     from torchao.prototype.blockwise_fp8_training import kernels as blockwise
     from torchao.prototype.blockwise_fp8_training.grouped_kernels import emulated_blockwise_scaled_grouped_mm
 
@@ -182,6 +183,7 @@ def _product_agrees(squares: Tensor) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the vectors, or compare a program with them, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--write", metavar="FILE", help="write the vectors")

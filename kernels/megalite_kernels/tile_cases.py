@@ -13,7 +13,7 @@ from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight
 
 ROWS_OF_WEIGHT = 16
-"""Of a weight for each token: their number stays a multiple of 16, as it is of every weight."""
+"""Rows of a weight for each token: their number stays a multiple of 16, as it is of every weight."""
 
 
 def _rows(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
@@ -47,6 +47,7 @@ def _traffic(copies: int, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tupl
 
 
 def tile_cases() -> Iterator[Case]:
+    """Yield the quantization of activations and gradients by recipe, dtype and format, then that of weights."""
     for name, dtype, format in (
         ("tensorwise", torch.bfloat16, torch.float8_e4m3fn),
         ("blockwise", torch.bfloat16, torch.float8_e4m3fn),

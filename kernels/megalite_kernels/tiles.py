@@ -126,6 +126,7 @@ def values_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_reference(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None) -> Tiles:
+    """Return the tiles of `quantize`, with the scales of the tensor or of its rows from `top`."""
     code = TILE_FORMATS[format].largest
     narrow = values.to(torch.float32)
     if not recipe.block:

@@ -11,12 +11,18 @@ from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
-from megalite_kernels.recipes import Recipe
+from megalite_kernels.recipes import Recipe, Scaling
 from megalite_kernels.tiles import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
 
 TILE = 2048  # elements of a program
 SQUARE_WARPS = 16
-_NUMBER = {"quotient": 0, "ceiling": 1, "floor": 2, "two levels": 3}
+_SCALING: dict[Scaling, tuple[int, torch.dtype]] = {
+    "quotient": (0, torch.float32),
+    "ceiling": (1, torch.float32),
+    "floor": (2, torch.float8_e8m0fnu),
+    "two levels": (3, torch.float8_e4m3fn),
+}
+"""Numbers of the rules in the kernels, and the dtype of their scales."""
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
@@ -191,43 +197,24 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     if not block:
         assert top is not None
         scale, factor = scales_of(top, recipe, code)
-        elements, wide = values.numel(), unit(values.numel())
-        if elements:
-            _quantize_tensor[(-(-elements // TILE),)](
-                values,
-                factor,
-                codes,
-                elements,
-                mantissa,
-                lowest,
-                code,
-                wide,
-                TILE,
-                num_warps=tile(TILE, largest=TILE).warps,
+        shape, wide = tile(TILE, largest=TILE), unit(values.numel())
+        size = shape.rows * TILE
+        if values.numel():
+            _quantize_tensor[(-(-values.numel() // size),)](
+                *(values, factor, codes, values.numel(), mantissa, lowest, code, wide, size), num_warps=shape.warps
             )
         return Tiles(of_format, scale)
-    blocks = rows * -(-columns // block)
-    outer = None if top is None else outer_scales(top, code)
-    small = recipe.scaling in ("floor", "two levels")
-    scales = torch.empty(
-        rows, -(-columns // block), dtype=torch.uint8 if small else torch.float32, device=values.device
-    )
-    shape = tile(block, largest=TILE)
+    number, kept = _SCALING[recipe.scaling]
+    outer = outer_scales(top, code) if recipe.scaling == "two levels" and top is not None else None
+    blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
+    small = torch.uint8 if kept.itemsize == 1 else kept
+    scales = torch.empty(rows, -(-columns // block), dtype=small, device=values.device)
     if blocks:
         _quantize_blocks[(-(-blocks // shape.rows),)](
             *(values, values if outer is None else outer, codes, scales, blocks, columns, mantissa, lowest, code),
-            *(
-                math.frexp(code)[1] - 1,
-                GREATEST,
-                LEAST_INNER,
-                LARGEST_INNER,
-                _NUMBER[recipe.scaling],
-                shape.rows,
-                block,
-            ),
+            *(math.frexp(code)[1] - 1, GREATEST, LEAST_INNER, LARGEST_INNER, number, shape.rows, block),
             num_warps=shape.warps,
         )
-    kept = {"floor": torch.float8_e8m0fnu, "two levels": torch.float8_e4m3fn}.get(recipe.scaling, torch.float32)
     return Tiles(of_format, scales.view(kept), outer)
 
 
@@ -243,7 +230,7 @@ def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tens
     if values.numel():
         _quantize_squares[grid](
             *(values, codes, turned, scales, rows // wide, columns, mantissa, lowest, code),
-            *(GREATEST, _NUMBER[recipe.scaling], block, wide),
+            *(GREATEST, _SCALING[recipe.scaling][0], block, wide),
             num_warps=SQUARE_WARPS,
         )
     return Tiles(codes.view(recipe.forward), scales), turned.view(recipe.forward)

@@ -40,6 +40,9 @@ LAYOUTS: dict[str, Row] = {
     "fp4, experts, etp2": {**FP4, **SP, "dp": 1, "etp": 2, "family": "mixtral"},
     "fp4, experts, ep2-etp2": {**FP4, "dp": 2, **SP, "ep": 2, "etp": 2, "family": "mixtral", "documents": True},
     "squares, experts": {**SQUARES, "dp": 2, "ep": 2, "wide": 8, "family": "switch"},
+    "mx, zero1, late gathers": {**MX, "dp": 2, "zero": 1, "overlap": "reduce and gather", "tp": 2},
+    "mx, late weights": {**MX, "dp": 2, "zero": 1, "on_host": 0.5, "arrive_late": True, "overlap": "reduce"},
+    "mx, zero3, slices on the host": {**MX, "dp": 2, "zero": 3, "on_host": 1.0, "slices_on_host": True, **SP},
     "whole, experts": {**WHOLE, "dp": 1, **SP, "ep": 2, "family": "mixtral"},
     "fp4": {**FP4, "dp": 1, "plain_layers": (0,), "key_values": "gqa"},
     "fp4, tp2": {**FP4, "dp": 1, "tp": 2, "recompute": "block"},
@@ -77,6 +80,14 @@ def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
     assert_same_bits(again, plain, recompute)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", ["fp4, tp2-sp", "whole, cp2", "mx, pp2, deferred"])
+def test_an_infinity_on_one_rank_skips_the_step_on_all(layout: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2)
+    (result,) = run(rank_pools, [replace(cell, infinity_on=1)])
+    assert result.skipped == [True, False]
 
 
 ALIKE: dict[str, tuple[Row, Row]] = {

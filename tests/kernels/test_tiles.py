@@ -21,6 +21,7 @@ from megalite_kernels.tiles import (
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs
 
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # by numpy
 RECIPES = {name: recipe(name) for name in ("tensorwise", "blockwise", "mxfp8", "nvfp4")}
 RECIPES |= {"hybrid": recipe("blockwise", "hybrid"), "quotients": replace(recipe("blockwise"), scaling="quotient")}
 ALL = pytest.mark.parametrize("by", RECIPES.values(), ids=RECIPES)

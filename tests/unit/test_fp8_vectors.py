@@ -14,9 +14,10 @@ from megalite_kernels import fp8_vectors
 from megalite_kernels.fp8_vectors import VARIANTS, cases
 
 DIGEST = "071dfe09740d56605ff7e3e11d7e23f87ae3cff231c75c8b2acb6c16abd68106"
-"""Of all tensors. It changes with a rule, on purpose, in a commit that says why."""
+"""Digest of all tensors. It changes with a rule, on purpose, in a commit that says why."""
 
 
+@pytest.mark.bits
 def test_the_vectors_are_the_same_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "vectors.safetensors"
     assert fp8_vectors.main(["--write", str(path)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import grouped_product, product, refusal, rows_of
 from megalite_kernels.tiles import Tiles, dequantize, largest, quantize, quantize_weight, values_of
@@ -136,7 +138,7 @@ def test_what_is_not_finite_makes_its_tile_nan_and_nothing_saturates(by: Recipe,
 
 @ALL
 def test_what_was_quantized_keeps_its_codes_and_scales(by: Recipe) -> None:
-    """With the same largest magnitude, where that is given. (448.1 becomes 224 * 2, and then 448 * 1.)"""
+    """The largest magnitude is the same, where it is given. (448.1 becomes 224 * 2, and then 448 * 1.)"""
     values = spread(4, 256) if by.scaling == "quotient" else torch.cat([spread(4, 256), hard(256)[:6]])
     for format in {by.forward, by.backward}:
         top = largest(values, by)
@@ -222,6 +224,7 @@ def _dot(a: Tiles, b: Tiles, by: Recipe) -> float:
     return total
 
 
+@pytest.mark.bits
 @ALL
 def test_products_are_those_of_fractions(by: Recipe) -> None:
     a, b = quantize(spread(3, 300), by, by.backward), quantize_weight(spread(5, 300, seed=5), by).forward
@@ -233,6 +236,7 @@ def test_products_are_those_of_fractions(by: Recipe) -> None:
     assert torch.equal(product(a, b, by, torch.bfloat16), found.float().bfloat16())
 
 
+@pytest.mark.bits
 @SOME
 def test_a_row_has_the_same_product_whatever_stands_beside_it(by: Recipe) -> None:
     """Also with other numbers of rows, for which BLAS has other kernels, and in the groups of experts."""
@@ -274,3 +278,73 @@ def test_names_and_devices_are_refused_in_one_line() -> None:
         recipe("mxfp8", "hybrid")
     assert refusal(RECIPES["nvfp4"], torch.device("cpu")) is None
     assert "no GPU" in str(refusal(RECIPES["nvfp4"], torch.device("cuda")))
+
+
+@pytest.fixture
+def _planned_gpu() -> Iterator[None]:
+    """The meta device stands for a GPU, and torch checks shapes, dtypes and strides there as it does on one."""
+    before = current()
+    use(Kernels("auto", meta_is_gpu=True))
+    yield
+    use(before)
+
+
+@pytest.mark.usefixtures("_planned_gpu")
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "hybrid"])
+def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
+    """Both products of a weight, whose blocks are not a multiple of four in one of them, and those of groups."""
+    by = RECIPES[name]
+    weight = (
+        _on_meta(quantize_weight(numbers(256, 1152), by).forward),
+        _on_meta(quantize_weight(numbers(1152, 256), by).backward),
+    )
+    for tiles in weight:
+        rows = _on_meta(quantize(numbers(48, tiles.codes.shape[1]), by, by.backward))
+        assert product(rows, tiles, by, torch.bfloat16).shape == (48, tiles.codes.shape[0])
+        assert grouped_product(rows, [tiles, tiles], [0, 0, 48], by, torch.bfloat16).shape == (48, tiles.codes.shape[0])
+        assert product(rows_of(rows, 0, 0), tiles, by, torch.bfloat16).shape == (0, tiles.codes.shape[0])
+    odd = _on_meta(quantize(numbers(16, 200), by, by.forward))
+    with pytest.raises(
+        ValueError, match=f"{by.name} product of 200 columns and 16 outputs: a GPU multiplies multiples of"
+    ):
+        product(odd, odd, by, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_planned_gpu")
+def test_recipes_that_no_gpu_has_run_are_refused_there() -> None:
+    by = RECIPES["mxfp8"]
+    tiles = _on_meta(quantize(numbers(128, 128), by, by.forward))
+    with pytest.raises(
+        ValueError, match="mxfp8 runs on CPUs alone, emulated: no GPU that multiplies in it has run it yet"
+    ):
+        product(tiles, tiles, by, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "cuda", "refused"),
+    [
+        ("tensorwise", (8, 0), "12.8", "tensorwise needs a GPU with fp8 (compute capability 8.9), not 8.0"),
+        ("tensorwise", (8, 9), "12.8", None),
+        ("blockwise", (9, 0), "13.0", None),
+        ("blockwise", (9, 0), "12.8", "blockwise needs a Hopper GPU (compute capability 9.0) and CUDA 12.9 or later, "),
+        (
+            "blockwise",
+            (10, 0),
+            "13.0",
+            "blockwise needs a Hopper GPU (compute capability 9.0) and CUDA 12.9 or later, ",
+        ),
+    ],
+)
+def test_what_a_gpu_lacks_is_refused(
+    name: str, capability: tuple[int, int], cuda: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    refusal.cache_clear()
+    found = refusal(RECIPES[name], torch.device("cuda", 0))
+    refusal.cache_clear()
+    assert found is None if refused is None else str(found).startswith(refused)
+
+
+def _on_meta(tiles: Tiles) -> Tiles:
+    return Tiles(*(None if part is None else part.to("meta") for part in tiles))  # type: ignore[arg-type]
