@@ -76,7 +76,7 @@ class BucketCodes:
         return found
 
     def _parts(self, values: Tensor) -> Iterator[tuple[Coded, int, slice]]:
-        """Yield, for each weight, the first of its elements in this rank's slice, and the place of all, perhaps empty."""
+        """Yield, for each weight, the first of its elements in this rank's slice, and the place of all there."""
         for slot in self._slots:
             low, high = (min(max(end - self._start, 0), len(values)) for end in (slot.start, slot.stop))
             yield _coded(slot), self._start + low - slot.start if low < high else 0, slice(low, high)
