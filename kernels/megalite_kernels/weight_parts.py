@@ -39,6 +39,11 @@ class Matrices:
         """The number of rows of tiles of a matrix."""
         return -(-self.size[1] // self._tile[0])
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The number of rows of tiles of all matrices, and the number of tiles of a row."""
+        return self.size[0] * self._rows_of_tiles, -(-self.size[2] // self._tile[1])
+
     def largest(self, values: Tensor, start: int) -> Tensor:
         """Return the largest magnitude of each tile, fp32 [rows of tiles, tiles], infinity for NaN, zero without any.
 
@@ -48,26 +53,21 @@ class Matrices:
         """
         blocks, row = self._blocks(values, start)
         tops = blocks.abs().amax(-1).nan_to_num_(nan=math.inf, posinf=math.inf)
-        found = tops.new_zeros(self.size[0] * self._rows_of_tiles, tops.shape[1])
-        return found.scatter_reduce_(0, row[:, None].expand_as(tops), tops, "amax")
+        return tops.new_zeros(self.grid).scatter_reduce_(0, row[:, None].expand_as(tops), tops, "amax")
 
     def scales(self, tops: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales of tiles, and what their values are multiplied with.
-
-        Args:
-            tops: the maximum of `largest` over all elements.
-        """
+        """Return the scales of any tiles, and what values are multiplied with. `tops`: maxima over ranks."""
         return scales_of(tops, self.recipe, TILE_FORMATS[self.recipe.forward].largest)
 
     def codes(self, values: Tensor, start: int, factors: Tensor) -> Tensor:
-        """Return the codes of these elements, [elements]. `factors`: of `scales`."""
+        """Return the codes of these elements, [elements]. `factors`: of all tiles, as `grid` says."""
         blocks, row = self._blocks(values, start)
         codes = round_to_codes(blocks * factors[row][..., None], self.recipe.forward)
         before = start % self.size[2]
         return codes.flatten(1)[:, : self.size[2]].flatten()[before : before + len(values)]
 
     def tiles(self, codes: Tensor, scales: Tensor) -> list[WeightTiles]:
-        """Return the operands that each matrix is, from the codes of all elements, one after the other."""
+        """Return the operands that each matrix is, from the codes of all elements and the scales of all tiles."""
         of_matrices = scales.unflatten(0, (self.size[0], -1)) if self.recipe.block else scales.view(-1)
         pairs = zip(codes.view(self.size), of_matrices, strict=True)
         return [for_both(Tiles(each, scale)) for each, scale in pairs]

@@ -50,12 +50,10 @@ class BucketCodes:
         """Return the codes of this rank's slice, uint8, from its values. All ranks of the group call it together."""
         if self._own is not None:
             return self._own
-        self._scales.clear()
+        self._scales, factors = map(self._by_weight, _coded(self._slots[0]).matrices.scales(self._agreed(values)))
         own = torch.zeros(len(values), dtype=torch.uint8, device=values.device)
-        for (coded, first, part), tops in zip(self._parts(values), self._agreed(values), strict=True):
-            scales, factors = coded.matrices.scales(tops)
-            own[part] = coded.matrices.codes(values[part], first, factors).view(torch.uint8)
-            self._scales.append(scales)
+        for (coded, first, part), each in zip(self._parts(values), factors, strict=True):
+            own[part] = coded.matrices.codes(values[part], first, each).view(torch.uint8)
         self._own = own if self._keeps else None
         return own
 
@@ -66,14 +64,19 @@ class BucketCodes:
             own = codes[slot.start : slot.stop].view(matrices.recipe.forward)
             slot.parameter.codes = matrices.tiles(own, scales)
 
-    def _agreed(self, values: Tensor) -> list[Tensor]:
-        """Return the largest magnitudes of all tiles of each weight."""
-        own = [coded.matrices.largest(values[part], first) for coded, first, part in self._parts(values)]
-        whole = collectives.all_reduce_(torch.cat([tops.flatten() for tops in own]), self._group, "max")
-        found = []
-        for slot, part, tops in zip(self._slots, whole.split([tops.numel() for tops in own]), own, strict=True):
-            found.append(collectives.all_reduce_(part, _coded(slot).sharers, "max").view_as(tops))
-        return found
+    def _agreed(self, values: Tensor) -> Tensor:
+        """Return the largest magnitudes of all tiles, [tiles], one weight after the other."""
+        own = [coded.matrices.largest(values[part], first).flatten() for coded, first, part in self._parts(values)]
+        tops = collectives.all_reduce_(torch.cat(own), self._group, "max")
+        for slot, of_weight in zip(self._slots, self._by_weight(tops), strict=True):
+            collectives.all_reduce_(of_weight, _coded(slot).sharers, "max")
+        return tops
+
+    def _by_weight(self, tiles: Tensor) -> list[Tensor]:
+        """View numbers of all tiles, [tiles], as those of each weight."""
+        grids = [_coded(slot).matrices.grid for slot in self._slots]
+        parts = tiles.split([rows * columns for rows, columns in grids])
+        return [part.view(grid) for part, grid in zip(parts, grids, strict=True)]
 
     def _parts(self, values: Tensor) -> Iterator[tuple[Coded, int, slice]]:
         """Yield, for each weight, the first of its elements in this rank's slice, and the place of all there."""
