@@ -68,12 +68,12 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
         found.append(
             f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
         )
-    if chosen.fp8_wgrad:
+    if chosen.fp8_wgrad and chosen.recipe != "tensorwise":
         found.append(
             "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
             "each rank's part of a sequence is a multiple of the block"
         )
-    else:
+    elif not chosen.fp8_wgrad:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
     if config.model.num_experts is not None and chosen.recipe == "tensorwise":

@@ -12,7 +12,7 @@ from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite_kernels.recipes import recipe
 from tests.end_to_end import runs
 from tests.end_to_end.golden import LLAMA, losses
-from tests.end_to_end.runs import MOCK, Run, metrics, words
+from tests.end_to_end.runs import MOCK, NO_DROPOUT, Run, metrics, words
 
 WAYS = {
     "tensorwise": ("tensorwise", "e4m3", False),
@@ -90,3 +90,26 @@ def test_gathered_codes_change_no_figure_of_a_run(run: Run, tmp_path: Path) -> N
     assert found["codes"] == found["both"] == found["values"]
     assert sum(None not in figures[:1] + figures[2:] for figures in found["values"]) == 4
     assert sum(figures[1] is not None for figures in found["values"]) >= 4
+
+
+LAYOUTS = {
+    "tensorwise": ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-wgrad", "--cp 2 --tp 2 --sequence-parallel"),
+    "nvfp4": ("--fp4-format e2m1", "--pp 2 --tp 2 --sequence-parallel --pipeline-schedule zb-v"),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("recipe", LAYOUTS)
+def test_a_layout_has_the_losses_of_one_process(recipe: str, run: Run, tmp_path: Path) -> None:
+    """Evaluations, too; and the proof of the steps knows the messages of layers."""
+    flags, layout = map(words, LAYOUTS[recipe])
+    sizes = words(
+        "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --train-iters 3 --eval-iters 1 --eval-interval 2"
+    )
+    experts = words("--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --moe-layer-freq [0,1,0,1] --fp64")
+    command = (*MOCK, *runs.LLAMA, *sizes, *experts, *NO_DROPOUT, *flags)
+    run(*command, "--save", tmp_path / "alone")
+    run(*command, *layout, "--save", tmp_path / "split", world_size=4)
+    for ours, theirs in zip(metrics(tmp_path / "split"), metrics(tmp_path / "alone"), strict=True):
+        for name in theirs.keys() & {"lm_loss", "grad_norm", "valid_loss", "test_loss", "iteration"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-10), name

@@ -84,6 +84,7 @@ def test_a_start_tells_what_is_not_rounded() -> None:
     assert note.endswith("weight gradients are not rounded, as Megatron-LM's are: --fp8-wgrad does it")
     (note,) = low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe blockwise"))
     assert "run along tokens" in note
+    assert not low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe tensorwise"))
     assert len(low_precision_notes(config_of(FP8 + "--fp8-recipe tensorwise --num-experts 2"))) == 2
     assert len(low_precision_notes(config_of(FP4 + "--num-experts 2"))) == 1
 

@@ -22,9 +22,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from megalite.checkpoint.loading import load_weights
 from megalite.config import ModelConfig
 from megalite.config.layer_specs import pattern_of
+from megalite.conversion.export import without_unknown_depths
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
-from megalite.conversion.huggingface import family_of, open_huggingface, without_unknown_depths, write_huggingface
+from megalite.conversion.huggingface import family_of, open_huggingface, write_huggingface
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import logits, verify
