@@ -15,7 +15,8 @@ from megalite_kernels.measure import ELEMENTS, Step, case_step, copy_rate, time_
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import product, refusal
 from megalite_kernels.tile_cases import tile_cases
-from megalite_kernels.tiles import Tiles, dequantize, quantize, quantize_weight
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import dequantize, quantize, quantize_weight
 
 TOLERANCE = 2.0**-7
 """Error of a product, relative to the sum of the magnitudes of its terms."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tiles import Tiles, WeightTiles, for_both, round_to_codes, scales_of
+from megalite_kernels.tile_scales import Tiles, WeightTiles, scales_of
+from megalite_kernels.tiles import for_both, round_to_codes
 
 
 @dataclass(frozen=True)

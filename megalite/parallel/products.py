@@ -26,7 +26,8 @@ from megalite_kernels.grouped import grouped_product
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import grouped_product as scaled_grouped_product
 from megalite_kernels.scaled_products import product
-from megalite_kernels.tiles import Tiles, WeightTiles, largest, quantize, quantize_weight
+from megalite_kernels.tile_scales import Tiles, WeightTiles
+from megalite_kernels.tiles import largest, quantize, quantize_weight
 from megalite_kernels.weight_parts import Matrices
 
 ALONE = Group((0,), 0)
