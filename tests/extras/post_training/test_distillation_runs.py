@@ -75,6 +75,17 @@ def test_layouts_agree(teacher: Path, run: Run, tmp_path: Path) -> None:
     assert_same_checkpoint(tmp_path / "parts" / "iter_0000003", tmp_path / "own" / "iter_0000003")
 
 
+@pytest.mark.wide
+def test_a_teacher_with_flags_of_its_training_alone_has_another_layout(run: Run, tmp_path: Path) -> None:
+    """Neither the loads that a balancing loss remembers nor DeepEP are needed to run it."""
+    experts = words("--num-experts 4 --moe-token-dispatcher-type flex --moe-router-load-balancing-type global_aux_loss")
+    run(*TEACHER, *experts, *words("--moe-aux-loss-coeff 0.1"), "--save", tmp_path / "teacher", data=MOCK)
+    flags = (*STUDENT, "--distill-from", tmp_path / "teacher", *words("--train-iters 2 --save"))
+    run(*flags, tmp_path / "alone", data=MOCK)
+    run(*flags, tmp_path / "own", *words("--distill-layout ep 2"), data=MOCK, world_size=2)
+    assert_agree(tmp_path / "own", tmp_path / "alone")
+
+
 def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, teacher: Path, tmp_path: Path) -> None:
     flags = (*STUDENT, *words("--train-iters 1"))
     gone = run(*flags, "--distill-from", tmp_path / "gone", data=MOCK, expected=64)
