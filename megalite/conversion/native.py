@@ -18,7 +18,15 @@ from megalite.checkpoint.fingerprint import BASE, fingerprint_of, has_places
 from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Source, widest
-from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.model import as_gpt
@@ -138,11 +146,24 @@ def open_base(path: AnyPath, places: Sequence[object], flag: str) -> OpenedModel
     for place in places:
         try:
             if isinstance(place, str):
-                return open_folder(open_directory(place), torch.float32)
+                return open_folder(_whole_model(open_directory(place)), torch.float32)
         except CheckpointError as error:
             problems.append(str(error))
     why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
     raise CheckpointError(f"{path} has adapters of a base that cannot be opened ({flag} names another): {why}")
+
+
+def _whole_model(place: AnyPath) -> AnyPath:
+    """Return the checkpoint or the Hugging Face folder of a place. Raises CheckpointError if it has adapters alone."""
+    if CheckpointConfig(load=str(place)).loads_huggingface:
+        folder, has_adapters = place, not (place / "config.json").is_file()
+    else:
+        folder = resolve(place)
+        adapters = saved_section(folder, manifest.read_manifest(folder).config, AdaptersConfig)
+        has_adapters = adapters.lora_rank is not None
+    if has_adapters:
+        raise CheckpointError(f"{folder} has adapters itself")
+    return folder
 
 
 def _with_base(
