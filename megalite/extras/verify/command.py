@@ -15,7 +15,7 @@ from megalite.config import CheckpointConfig, ParallelConfig, RunConfig, parse_a
 from megalite.config.alarms import AlarmsConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.corruption import CorruptionConfig
-from megalite.config.fields import flag_of, with_defaults
+from megalite.config.fields import flag_of, given, with_defaults
 from megalite.config.kernels import KernelsConfig
 from megalite.config.megatron_flags import CALCULATE_PER_TOKEN_LOSS
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
@@ -194,7 +194,8 @@ def read_command(
         program: the program that the command starts; None: the one that its name tells.
 
     Raises:
-        ConfigurationError: the command cannot be read, or describes no run; the message says what is missing.
+        ConfigurationError: the command cannot be read, or describes no run, or one whose steps are not computed; the
+            message says what is missing.
         CheckpointError: the checkpoint is needed and cannot be read.
     """
     report = _report(command, variables, ranks)
@@ -216,6 +217,10 @@ def read_command(
     else:
         parsed = parse_arguments(flags)
     config = replace(parsed.config, checkpoint=CheckpointConfig())
+    for flag in (*given(config.adapters, "lora_rank freeze"), *given(config.distillation, "distill_from")):
+        raise ConfigurationError(
+            f"{flag}: neither steps that train a part of a network nor teachers are computed: verify a step without it"
+        )
     world_size = report.world_size or ranks
     if world_size is None:
         world_size = config.parallel.ranks_needed
