@@ -41,7 +41,8 @@ def test_runs_with_a_teacher_agree_and_continue(teacher: Path, run: Run, tmp_pat
     began = run(*flags, whole, "--train-iters", 4, *evaluated, data=MOCK)
     assert "41,056 parameters: 4 layers, hidden 32; 436 KiB a rank, of which 356 KiB are weights" in began.stdout
     run(*flags, parts, "--train-iters", 4, *evaluated, "--exit-interval", 2, data=MOCK, expected=85)
-    run(*flags, parts, "--train-iters", 4, *evaluated, "--resume", "auto", data=MOCK)
+    resumed = run(*flags, parts, "--train-iters", 4, *evaluated, "--resume", "auto", data=MOCK)
+    assert "note: the checkpoint's options" not in resumed.stdout
     assert_same_checkpoint(parts / "iter_0000004", whole / "iter_0000004")
     assert metrics(parts) == metrics(whole)
     assert [line["distill_loss"] > 0 for line in records(whole)] == [True] * 4
