@@ -10,11 +10,10 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
-from megalite.checkpoint.fingerprint import BASE
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import flag_of
-from megalite.conversion.native import open_base
+from megalite.conversion.native import named_base, open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -155,7 +154,7 @@ def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig
     A --load that has the checkpoint, or the named folder, does not say where the base is now. Raises CheckpointError if
     it is in neither.
     """
-    if (named := config.get(BASE, {}).get("path")) is None:  # the initial weights
+    if (named := named_base(path, config)) is None:  # the initial weights
         return None
     places = [named]
     if settings.load is not None:
