@@ -97,6 +97,7 @@ def open_saved(path: Path) -> Saved:
 
 
 def _of_megalite(path: Path) -> Saved:
+    """Open a checkpoint of megalite. Raises CheckpointError if it has adapters."""
     reader = CheckpointReader(resolve(path))
     if saved_section(reader.path, reader.manifest.config, AdaptersConfig).lora_rank is not None:
         raise CheckpointError(f"{reader.path} has adapters, which are not computed: verify a step without them")
