@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,9 @@ from megalite_kernels.measure import ELEMENTS, Step, case_step, copy_rate, time_
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import product, refusal
 from megalite_kernels.tile_cases import tile_cases
-from megalite_kernels.tiles import Tiles, dequantize, quantize, quantize_weight
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import dequantize, quantize, quantize_weight
+from megalite_kernels.weight_parts import Matrices
 
 TOLERANCE = 2.0**-7
 """Error of a product, relative to the sum of the magnitudes of its terms."""
@@ -51,7 +54,22 @@ def different_codes(device: str) -> dict[str, int]:
         weight = hard_values(384, 1024)
         both = zip(quantize_weight(weight.to(device), by), _on_cpu(partial(quantize_weight, weight, by)), strict=True)
         found[f"{name} weight"] = sum(_difference(*pair) for pair in both)
-    return found
+    return found | {
+        f"{name} weight in parts": different_codes_of_parts(device, name) for name in ("tensorwise", "blockwise")
+    }
+
+
+def different_codes_of_parts(device: str, name: str) -> int:
+    """Return how many bytes of codes and scales of matrices that ranks have parts of are not the CPU's of the whole."""
+    by, size, parts = recipe(name), (3, 130, 1000), 7
+    whole = hard_values(size[0] * size[1], size[2])
+    ends = [whole.numel() * number // parts for number in range(parts + 1)]
+    cut = [(whole.flatten()[start:stop].to(device), start) for start, stop in pairwise(ends)]
+    matrices = Matrices(by, size)
+    scales, factors = matrices.scales(torch.stack([matrices.largest(*part) for part in cut]).amax(0))
+    ours = matrices.tiles(torch.cat([matrices.codes(*part, factors) for part in cut]), scales)
+    theirs = _on_cpu(lambda: [quantize_weight(matrix, by) for matrix in whole.view(size)])
+    return sum(_difference(*pair) for each in zip(ours, theirs, strict=True) for pair in zip(*each, strict=True))
 
 
 def _on_cpu(run: Callable[[], Result]) -> Result:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import product
-from megalite_kernels.tiles import Tiles, dequantize, largest, quantize_reference, quantize_weight, values_of
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import dequantize, largest, quantize_reference, quantize_weight, values_of
 
 COLUMNS = 256
 WEIGHT = (144, COLUMNS)  # its last squares are short

@@ -31,7 +31,7 @@ class Recipe:
         forward: format of codes of activations and weights.
         backward: format of codes of gradients.
         block: elements along the contraction that share a scale; 0: all of the tensor's.
-        scaling: how a scale follows from the largest magnitude below it: `tiles.scales_of`.
+        scaling: how a scale follows from the largest magnitude below it: `tile_scales.scales_of`.
     """
 
     name: RecipeName

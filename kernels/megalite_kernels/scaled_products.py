@@ -23,7 +23,8 @@ from torch import Tensor
 from megalite_kernels.implementation import current, on_gpu
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tiles import Tiles, values_of
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import values_of
 
 EXACT_COLUMNS = 1024  # of products of e2m1 codes and their e4m3 scales
 SCALES_OF_SQUARES = 4  # blocks of a column of scales: cuBLAS reads 16 bytes of them at once

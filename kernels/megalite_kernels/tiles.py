@@ -4,13 +4,13 @@ A value is code * scale, and with two levels code * scale * outer. Values are qu
 first. Codes are rounded to nearest, ties to even, and saturate. A tile with an infinity or a NaN has the scale NaN, so
 it is dequantized to NaN; so has a tensor or a row with a scale of its own. The last tile of a row may be short.
 
-`recipes.py` has what a scale covers, `scales_of` how it follows from a maximum, docs/fp8_tables.md the rules in words.
+`recipes.py` has what a scale covers, `tile_scales.py` how it follows from a maximum, and docs/fp8_tables.md the rules
+in words.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,34 +19,7 @@ from torch import Tensor
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.implementation import current, on_gpu
 from megalite_kernels.recipes import Recipe
-
-LEAST_INNER = 2.0**-6
-"""Smallest e4m3 scale. Those below have fewer bits, and what they quantize would get others when quantized again."""
-LARGEST_INNER = 448.0
-LEAST_OUTER = 2.0**-120
-"""Smallest scale of a row: the inverse of both levels together is a number of fp32."""
-GREATEST = torch.finfo(torch.float32).max
-
-
-class Tiles(NamedTuple):
-    """One operand of a product whose contraction runs along the columns.
-
-    Attributes:
-        codes: [rows, columns], of the format's dtype; of e2m1, uint8 with one code each.
-        scales: a scalar (tensorwise), [rows, blocks], or for squares of a weight [blocks of rows, blocks].
-        outer: fp32 [rows]; None with one level of scales.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    outer: Tensor | None = None
-
-
-class WeightTiles(NamedTuple):
-    """A weight [out, in] for the product of the forward, and [in, out] for the one of its input's gradient."""
-
-    forward: Tiles
-    backward: Tiles
+from megalite_kernels.tile_scales import Tiles, WeightTiles, inner_scales, outer_scales, scales_of
 
 
 def largest(values: Tensor, recipe: Recipe) -> Tensor | None:
@@ -66,43 +39,6 @@ def largest(values: Tensor, recipe: Recipe) -> Tensor | None:
 
 
 # ------------------------------------------------------------------------------------------------- the reference
-
-
-def scales_of(top: Tensor, recipe: Recipe, largest_code: float) -> tuple[Tensor, Tensor]:
-    """Return the scales of maxima, and what values are multiplied with: fp32 of the maxima's shape.
-
-    - quotient: the factor is largest code / maximum, and the scale its inverse, each rounded to fp32.
-    - ceiling: the factor is the largest power of two up to that quotient, so that no code saturates.
-    - floor: the scale is the power of two of the maximum over the one of the largest code, at least 2^-127.
-
-    A maximum of zero has the factor 1 (floor: 2^127). One that is not finite has the scale NaN and the factor 0.
-    """
-    finite = top < math.inf
-    if recipe.scaling == "floor":
-        exponent = math.frexp(largest_code)[1] - 1
-        field = ((top.view(torch.int32) >> 23) - exponent).clamp(min=0)
-        factors = ((254 - field) << 23).view(torch.float32)
-    else:
-        # The dividend is a tensor: on a GPU, torch divides a Python number by multiplying with an inverse.
-        factors = torch.where(top > 0.0, (torch.full_like(top, largest_code) / top).clamp(max=GREATEST), 1.0)
-        if recipe.scaling == "ceiling":
-            factors = (factors.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return torch.where(finite, 1.0 / factors, math.nan), torch.where(finite, factors, 0.0)
-
-
-def outer_scales(top: Tensor, largest_code: float) -> Tensor:
-    """Return the scales of rows: the maximum over the largest code with the largest scale of a tile."""
-    found = (top / torch.full_like(top, largest_code * LARGEST_INNER)).clamp(min=LEAST_OUTER)
-    return torch.where(top < math.inf, found, math.nan)
-
-
-def inner_scales(tops: Tensor, outer: Tensor, largest_code: float) -> tuple[Tensor, Tensor]:
-    """Return the e4m3 scales [rows, blocks] below those of rows, as fp32, and what values are multiplied with."""
-    wanted = tops / torch.full_like(tops, largest_code) / outer[:, None]
-    rounded = wanted.clamp(LEAST_INNER, LARGEST_INNER).to(torch.float8_e4m3fn).to(torch.float32)
-    finite = outer.isfinite()[:, None]
-    factors = (1.0 / outer)[:, None] / rounded
-    return torch.where(finite, rounded, math.nan), torch.where(finite, factors, 0.0)
 
 
 def round_to_codes(scaled: Tensor, format: torch.dtype) -> Tensor:
@@ -209,14 +145,17 @@ def quantize_weight(
         from megalite_kernels.tiles_kernels import launch_quantize_squares
 
         forward, turned = launch_quantize_squares(values, recipe)
-    else:
-        forward = (
-            quantize_squares_reference(values, recipe)
-            if recipe.block
-            else quantize(values, recipe, recipe.forward, top)
-        )
-        turned = forward.codes.t().contiguous() if on_gpu(values) else forward.codes.t()
-    return WeightTiles(forward, Tiles(turned, forward.scales.t() if recipe.block else forward.scales))
+        return WeightTiles(forward, Tiles(turned, forward.scales.t()))
+    if recipe.block:
+        return for_both(quantize_squares_reference(values, recipe))
+    return for_both(quantize(values, recipe, recipe.forward, top))
+
+
+def for_both(forward: Tiles) -> WeightTiles:
+    """Return both operands of a weight, from that of the forward, if they have the same codes."""
+    turned = forward.codes.t()
+    turned = turned.contiguous() if on_gpu(turned) else turned
+    return WeightTiles(forward, Tiles(turned, forward.scales.t()))
 
 
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.recipes import Recipe, Scaling
-from megalite_kernels.tiles import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
 
 TILE = 2048  # elements of a program
 SQUARE_WARPS = 16

@@ -25,6 +25,8 @@ class LowPrecisionConfig:
     """Multiply in FP4 by NVIDIA's recipe: a scale for 16 channels, and one for the row that they are in."""
     fp8_wgrad: bool = False
     """Compute weight gradients in FP8, too."""
+    fp8_param_gather: bool = False
+    """Gather weights as codes and scales of FP8 under ZeRO 3, not in their precision; no number changes."""
     first_last_layers_bf16: bool = False
     """Leave the first and the last layers in the precision of the weights."""
     num_layers_at_start_in_bf16: NonNegativeInt = 1

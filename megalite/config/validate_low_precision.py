@@ -17,7 +17,7 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
-        yield from needs(chosen, "fp8_recipe fp8_wgrad", "--fp8-format")
+        yield from needs(chosen, "fp8_recipe fp8_wgrad fp8_param_gather", "--fp8-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -34,6 +34,8 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
     if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
         yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
+    if chosen.fp8_param_gather:
+        yield from _gather_problems(config)
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1:
         for width in widths(model):
@@ -42,6 +44,23 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         width = Width(f"--moe-ffn-hidden-size {model.expert_ffn_size}", model.expert_ffn_size)
         if (ranks := parallel.mesh_sizes["expert_tensor_parallel_size"]) > 1:
             yield from width.problems(flag, block, ranks, "--expert-tensor-parallel-size")
+
+
+def _gather_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each reason why codes cannot be gathered in place of weights."""
+    stage, recipe = config.parallel.zero_stage, config.low_precision.recipe
+    if stage != 3:
+        yield (
+            "--fp8-param-gather needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not ZeRO "
+            f"{stage}: ranks of the other stages keep weights, and round them where they are"
+        )
+    if recipe == "mxfp8":
+        yield (
+            "--fp8-param-gather with --fp8-recipe mxfp8: its two products have codes of their own, together as many "
+            "bytes as weights in bf16: give --fp8-recipe blockwise, or drop it"
+        )
+    if config.adapters.use_dora:
+        yield "--fp8-param-gather with --use-dora: lengths of rows follow from the values of weights: drop one of them"
 
 
 def low_precision_notes(config: RunConfig) -> tuple[str, ...]:

@@ -22,7 +22,8 @@ from megalite.conversion.mapping import FileTensor, LastTensor
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from megalite_kernels.recipes import recipe
-from megalite_kernels.tiles import Tiles, quantize_weight
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import quantize_weight
 
 _MATRICES = re.compile(
     r"""(layers|mtp)\..*\.(

@@ -18,7 +18,15 @@ from megalite.checkpoint.fingerprint import BASE, fingerprint_of, has_places
 from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Source, widest
-from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.model import as_gpt
@@ -45,6 +53,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.pipeline.stages import Stages
 from megalite.process.progress import Advance
+from megalite.small_files import shown
 from megalite.storage import AnyPath, open_directory
 
 FILE = 5 * 10**9
@@ -129,20 +138,43 @@ def open_megalite(
     )
 
 
-def open_base(path: AnyPath, places: Sequence[object], flag: str) -> OpenedModel:
+def named_base(path: AnyPath, config: Mapping[str, Any]) -> str | None:
+    """Return the folder of the base of the adapters in the checkpoint at `path`; None: it was drawn from the seed.
+
+    Raises CheckpointError if it is no name of a folder.
+    """
+    named = config.get(BASE, {}).get("path")
+    if named is None or (isinstance(named, str) and "\0" not in named):
+        return named
+    raise CheckpointError(f"{path} names the base of its adapters {shown(named)}, which is no folder")
+
+
+def open_base(path: AnyPath, places: Sequence[str | None], flag: str) -> OpenedModel:
     """Open the base of the adapters in the checkpoint at `path`: in the first of these places that has a model.
 
     `flag`: the one that names another place. Raises CheckpointError if it is in none.
     """
     problems = []
-    for place in places:
+    for place in filter(None, places):
         try:
-            if isinstance(place, str):
-                return open_folder(open_directory(place), torch.float32)
+            return open_folder(_whole_model(open_directory(place)), torch.float32)
         except CheckpointError as error:
             problems.append(str(error))
     why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
     raise CheckpointError(f"{path} has adapters of a base that cannot be opened ({flag} names another): {why}")
+
+
+def _whole_model(place: AnyPath) -> AnyPath:
+    """Return the checkpoint or the Hugging Face folder of a place. Raises CheckpointError if it has adapters alone."""
+    if CheckpointConfig(load=str(place)).loads_huggingface:
+        folder, has_adapters = place, not (place / "config.json").is_file()
+    else:
+        folder = resolve(place)
+        adapters = saved_section(folder, manifest.read_manifest(folder).config, AdaptersConfig)
+        has_adapters = adapters.lora_rank is not None
+    if has_adapters:
+        raise CheckpointError(f"{folder} has adapters itself")
+    return folder
 
 
 def _with_base(
@@ -158,8 +190,7 @@ def _with_base(
     `place`: where it is now; None: where it was. Raises CheckpointError if it cannot be opened, or has other weights,
     or if adapters are damaged.
     """
-    named = config.get(BASE, {})
-    base = open_base(path, [place or named.get("path")], "--base of generate, evaluate and convert")
+    base = open_base(path, [place or named_base(path, config)], "--base of generate, evaluate and convert")
     function, changed = with_rotary_of(base.config, model)  # as a run may change them, with weights that stay
     alone, own_function = (without_depths(without_indexers(each)) for each in (function, model))
     check_same_function(base.what, alone, own_function)
@@ -172,7 +203,7 @@ def _with_base(
     def dtype_of(name: str) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if name in precise else dtype
 
-    expected = named.get("fingerprint")
+    expected = config.get(BASE, {}).get("fingerprint")
     if fingerprint_of(base.source, weights, dtype_of, places=has_places(expected)) != expected:
         raise CheckpointError(
             f"{path} has adapters of other weights than {base.what} has now: bring these back, or name their folder "

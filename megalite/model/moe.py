@@ -75,6 +75,8 @@ class Experts(Adaptable):
         """Number of experts on this rank."""
         self.up_product: Callable[..., Tensor] = partial(grouped_linear, products=self.products)
         of_down = context.products(columns=self.over)
+        self.products.take(self.up, self.count)
+        of_down.take(self.down, self.count)
         self.down_product: Callable[..., Tensor] = partial(activated_grouped_linear, products=of_down)
         shares_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
         self.inside = [Inside("largest values of rows", "etp")] if shares_rows else []

@@ -83,13 +83,15 @@ class Term:
 
 @dataclass(frozen=True)
 class _Products(Gradient):
-    """The gradient of a parameter whose rows are each a factor of one product."""
+    """The gradient of a parameter whose rows are each a factor of one product, in order; behind them is padding."""
 
     products: tuple[tuple[slice, ProductGradient], ...]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         for rows, product in self.products:
             product.add_to(target[rows], overwrite=overwrite)
+        if overwrite:
+            target[self.products[-1][0].stop :].zero_()
 
 
 @dataclass(frozen=True)

@@ -290,6 +290,7 @@ class ColumnParallelLinear(Adaptable):
         self.products = context.products(rows=self.group)
         if self.products.rounds and len(self.weights) > 1:
             raise ValueError("ranks that share a weight would round parts of its output's gradient")
+        self.products.take(self.weights[0])
         self.inside = self.products.inside
 
     @property
@@ -332,6 +333,7 @@ class ReplicatedLinear(Adaptable):
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
         self.products = context.products()
+        self.products.take(self.weight)
         self.inside = self.products.inside
 
     def forward(self, input: Tensor, places: Places | None = None) -> Tensor:
@@ -362,6 +364,7 @@ class RowParallelLinear(Adaptable):
         self.bias = context.parameter(bias) if bias is not None else None
         self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
         self.products = context.products(columns=self.group)
+        self.products.take(self.weight)
         self.inside = self.products.inside
 
     def forward(self, input: Tensor, places: Places | None = None, *, unread: bool = False) -> Tensor:

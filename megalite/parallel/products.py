@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
+from megalite.parallel.parameter import Coded, Gradient, Parameter, ProductGradient
 from megalite.parallel.stage_module import Inside
 from megalite_kernels.grouped import grouped_product
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import grouped_product as scaled_grouped_product
 from megalite_kernels.scaled_products import product
-from megalite_kernels.tiles import Tiles, WeightTiles, largest, quantize, quantize_weight
+from megalite_kernels.tile_scales import Tiles, WeightTiles
+from megalite_kernels.tiles import largest, quantize, quantize_weight
+from megalite_kernels.weight_parts import Matrices
 
 ALONE = Group((0,), 0)
 
@@ -46,6 +48,9 @@ class Products:
     def inside(self) -> Sequence[Inside]:
         """The collectives of forward with other ranks than the tensor-parallel ones."""
         return ()
+
+    def take(self, weight: Parameter, matrices: int = 1) -> None:
+        """Take a weight, so many matrices one below the other, of which nothing but these products reads values."""
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """Multiply [n, ..., in] of the ranks of `gathered`, joined along the first dimension, with [out, in]."""
@@ -85,10 +90,12 @@ class Rounding:
 
     Attributes:
         weight_gradients: True if weight gradients are products of rounded operands, too.
+        gathers_codes: True if ZeRO 3 gathers the codes of weights, not their values.
     """
 
     recipe: Recipe
     weight_gradients: bool = False
+    gathers_codes: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,13 @@ class RoundedProducts(Products):
     def inside(self) -> Sequence[Inside]:
         """See `Products`: with the other context-parallel ranks."""
         return (Inside("largest values of a tensor", "tp x cp"),) if self.sharers.axis == "cp" else ()
+
+    def take(self, weight: Parameter, matrices: int = 1) -> None:
+        """See `Products`."""
+        if self.rounding.gathers_codes:
+            size = matrices, weight.shape[0] // matrices, weight.shape[1]
+            sharers = ALONE if self.rounding.recipe.block else self._sharers_of_weight
+            weight.coded = Coded(Matrices(self.rounding.recipe, size), sharers)
 
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """See `Products`. Codes are gathered, not values."""
@@ -182,13 +196,17 @@ class RoundedProducts(Products):
             weight.codes += found
         return found
 
+    @property
+    def _sharers_of_weight(self) -> Group:
+        return self.columns if self.columns.size > 1 else self.rows
+
     def _tops(self, matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Return the largest values of the matrices' rows and of their columns, over the ranks that split them.
 
         Of those with one scale, all values count, and none of columns.
         """
         recipe, nothing = self.rounding.recipe, [None] * len(matrices)
-        of_rows = self._over(matrices, self.columns if recipe.block or self.columns.size > 1 else self.rows)
+        of_rows = self._over(matrices, self.columns if recipe.block else self._sharers_of_weight)
         if of_rows is None:
             return nothing, nothing
         of_columns = self._over([matrix.t() for matrix in matrices], self.rows) if recipe.block else None
@@ -259,9 +277,11 @@ def _gathered(tiles: Tiles, group: Group) -> Tiles:
 def kept_codes(networks: Iterable[nn.Module]) -> Iterator[None]:
     """Keep the codes of each weight from its first product in this context to the end of it.
 
-    The values of weights must not change meanwhile. Codes are dropped when the values of a weight are freed.
+    The values of weights must not change meanwhile. Codes are dropped when the values of a weight are freed. Those that
+    are gathered in their place stay as they are.
     """
-    weights = [each for network in networks for each in network.parameters() if isinstance(each, Parameter)]
+    every = (each for network in networks for each in network.parameters() if isinstance(each, Parameter))
+    weights = [each for each in every if each.codes is None]
     for weight in weights:
         weight.codes = []
     try:

@@ -10,11 +10,10 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
-from megalite.checkpoint.fingerprint import BASE
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import flag_of
-from megalite.conversion.native import open_base
+from megalite.conversion.native import named_base, open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -22,7 +21,7 @@ from megalite.optim.layout import unique_parameters
 from megalite.parallel.adapter import adaptable_layers, is_frozen, named
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.storage import AnyPath, open_directory
+from megalite.storage import AnyPath, open_directory, place_of
 from megalite.training.resume import ResumePoint
 
 
@@ -150,10 +149,16 @@ def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: Para
 
 
 def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
-    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: the one that it names, or --load.
+    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: that of --load, or the named one.
 
-    Raises CheckpointError if it is neither.
+    A --load that has the checkpoint, or the named folder, does not say where the base is now. Raises CheckpointError if
+    it is in neither.
     """
-    if (named := config.get(BASE, {}).get("path")) is None:  # the initial weights
+    if (named := named_base(path, config)) is None:  # the initial weights
         return None
-    return open_base(path, [named, settings.load], "--load")  # the trainer compares what all ranks have loaded
+    places = [named]
+    if settings.load is not None:
+        load, before = (place_of(open_directory(each)) for each in (settings.load, named))
+        known = before, place_of(open_directory(named).parent), place_of(path), place_of(path.parent)
+        places.insert(len(places) if load in known else 0, settings.load)
+    return open_base(path, places, "--load")  # the trainer compares what all ranks have loaded

@@ -53,7 +53,7 @@ _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
 _SECTIONS_OF_STATE = (
     *("alarm_history", "base", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
-    *(PARENTS, "merged"),
+    *(PARENTS, "merged", "teacher"),
 )
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8

@@ -203,6 +203,7 @@ class Cell:
     recipe: str | None = None  # of products with rounded operands
     hybrid: bool = False  # gradients in e5m2
     rounds_weight_gradients: bool = False
+    gathers_codes: bool = False
     plain_layers: tuple[int, ...] = ()  # whose operands are not rounded
     wide: int = 1  # factor of all widths, so that ranks have whole blocks
     # the layout
@@ -448,7 +449,8 @@ def roundings(cell: Cell) -> Roundings:
     """Return how the layers of the cell round operands."""
     if cell.recipe is None:
         return Roundings()
-    each = Rounding(recipe(cell.recipe, "hybrid" if cell.hybrid else "e4m3"), cell.rounds_weight_gradients)
+    chosen = recipe(cell.recipe, "hybrid" if cell.hybrid else "e4m3")
+    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes)
     of_layers = tuple(None if layer in cell.plain_layers else each for layer in range(layers(cell)))
     return Roundings(of_layers, None if cell.recipe == "nvfp4" else each)
 

@@ -16,7 +16,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.products import Rounding
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite_kernels.recipes import recipe
-from megalite_kernels.tiles import Tiles
+from megalite_kernels.tile_scales import Tiles
 
 HIDDEN, INNER, SEQUENCE = 256, 512, 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite_kernels.tiles import Tiles
+from megalite_kernels.tile_scales import Tiles
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.rounded_products_run import operands
 from tests.harness.rank_pool import RankPools

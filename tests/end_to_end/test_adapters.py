@@ -123,6 +123,17 @@ def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path
     step(own, 3).rename(step(own, 2))
     changed = run(*more[:-2], *LORA, *RESUMED, "--train-iters", 3, expected=93).stderr
     assert f"has adapters of other weights than {step(own, 2)} gives now" in changed
+    whole = (*more[:-2], *LORA, *RESUMED, "--train-iters", 3, "--load")
+    assert "has adapters itself" in run_tool("generate", "--load", save, "--base", save, "--prompt", "1").stderr
+    run(*whole, base)  # where the weights are that the named place had
+    assert read_manifest(step(save, 3)).config["base"] == {**told.config["base"], "path": str(step(base, 2))}
+    run(*whole, own, "--train-iters", 4)  # which the run began with
+    for damaged in (3, "a\0b"):
+        odd = replace(told, config={**told.config, "base": {**told.config["base"], "path": damaged}})
+        (step(save, 4) / "manifest.json").write_text(odd.to_json())
+        said = run_tool("generate", "--load", step(save, 4), "--prompt", "1").stderr
+        assert said.startswith("error: ")
+        assert "which is no folder" in said
 
 
 def test_frozen_weights_stay_and_have_no_state(run: Run, base: Path, tmp_path: Path) -> None:

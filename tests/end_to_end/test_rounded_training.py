@@ -71,6 +71,24 @@ def test_a_rounded_run_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> N
     assert [each["lm_loss"] for each in metrics(twice)] == [each["lm_loss"] for each in metrics(once)]
 
 
+@pytest.mark.wide
+@pytest.mark.bits
+def test_gathered_codes_change_no_figure_of_a_run(run: Run, tmp_path: Path) -> None:
+    """Nor an evaluation, nor one that goes on from a checkpoint, with the flag and without."""
+    sharded = words("--data-parallel-sharding-strategy optim_grads_params --train-iters 4 --eval-interval 1")
+    flags, gathered = (*FLAGS, *FP8, *sharded, *words("--eval-iters 1")), "--fp8-param-gather"
+    runs_of = {"values": ((), ()), "codes": ((gathered,), (gathered,)), "both": ((gathered,), ())}
+    found = {}
+    for name, (first, second) in runs_of.items():
+        run(*flags, *first, "--save", tmp_path / name, "--exit-interval", 2, world_size=2, expected=85)
+        run(*flags, *second, "--save", tmp_path / name, *words("--resume auto"), world_size=2)
+        losses = ("lm_loss", "valid_loss", "grad_norm")
+        found[name] = [[each.get(loss) for loss in losses] for each in metrics(tmp_path / name)]
+    assert found["codes"] == found["both"] == found["values"]
+    assert sum(None not in figures[:1] + figures[2:] for figures in found["values"]) == 4
+    assert sum(figures[1] is not None for figures in found["values"]) >= 4
+
+
 LAYOUTS = {
     "tensorwise": ("--fp8-format hybrid --fp8-recipe tensorwise --fp8-wgrad", "--cp 2 --tp 2 --sequence-parallel"),
     "nvfp4": ("--fp4-format e2m1", "--pp 2 --tp 2 --sequence-parallel --pipeline-schedule zb-v"),

@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.recipes import Recipe, recipe
-from megalite_kernels.tiles import (
-    Tiles,
-    largest,
-    quantize,
-    quantize_reference,
-    quantize_squares_reference,
-    quantize_weight,
-)
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import largest, quantize, quantize_reference, quantize_squares_reference, quantize_weight
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite_kernels import fp8_vectors
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tiles import Tiles
+from megalite_kernels.tile_scales import Tiles
 
 pytestmark = pytest.mark.oracle
 COMPARED = 12

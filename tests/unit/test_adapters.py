@@ -28,6 +28,7 @@ from tests.distributed.layout_cell import Cell, model_config
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches
 from tests.dropout_rule import Dropout
 from tests.harness.close import assert_parameter_close
+from tests.harness.poison import poisoned_memory
 from tests.harness.stages import LOSS
 
 RATE, STEPS = 0.05, 3
@@ -123,6 +124,21 @@ def adapted_layer(weight: Tensor, config: AdaptersConfig, dtype: torch.dtype) ->
     with torch.no_grad():
         layer.weights_to_adapt()[0].copy_(weight)
     return layer
+
+
+def test_padding_of_a_table_has_a_gradient_of_zeros() -> None:
+    """Write a gradient where memory had other values, as ZeRO 2 and 3 do."""
+    cell = replace(CELL, tied=False, vocabulary="odd")
+    (network,) = initialized_chunks(ParallelMesh(), cell)
+    add_adapters(network, AdaptersConfig(lora_rank=2, lora_target_modules=("output_layer",)))
+    initialize(network, 1)
+    with poisoned_memory():
+        network({}, next(local_micro_batches(cell, 0, 0))).terms[LOSS].backward()
+    assert network.head is not None
+    (b,) = network.head.output.b
+    assert b.grad is not None
+    assert b.grad[:29].all()
+    assert not b.grad[29:].any()
 
 
 def test_a_row_of_zeros_is_finite_under_dora() -> None:

@@ -33,6 +33,11 @@ REFUSED = {
     FP8 + FP4: "--fp8-format and --fp4-format are two ways to multiply: choose one",
     "--fp8-format hybrid --fp8-recipe mxfp8": "--fp8-format hybrid with --fp8-recipe mxfp8: training diverges",
     FP8 + "--fp16": "--fp16 with --fp8-recipe blockwise: small gradients",
+    "--fp8-param-gather": "--fp8-param-gather needs --fp8-format",
+    FP8 + "--fp8-param-gather --data-parallel-sharding-strategy optim": "--fp8-param-gather needs "
+    "--data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not ZeRO 1",
+    FP8 + "--fp8-recipe mxfp8 --fp8-param-gather": "--fp8-param-gather with --fp8-recipe mxfp8: its two products",
+    FP8 + "--fp8-param-gather --use-dora --lora-rank 4": "--fp8-param-gather with --use-dora",
     FP8
     + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import grouped_product, product, refusal, rows_of
-from megalite_kernels.tiles import Tiles, dequantize, largest, quantize, quantize_weight, values_of
+from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight, values_of
 from tests.harness.low_bits import E2M1, E4M3, E5M2, Part, Table, quantized, row_scale
 
 FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.float4_e2m1fn_x2: E2M1}

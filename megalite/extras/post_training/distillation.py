@@ -99,6 +99,10 @@ def _layout_problems(config: RunConfig, own: ParallelConfig | None, teacher: Mod
         ranks = parallel.expert_model_parallel_size
         yield f"its {experts} experts are not divisible by --expert-model-parallel-size {ranks}"
     shared = parallel.expert_tensor_parallel_size or 1
+    tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
+    split = sizes["expert_parallel_size"], sizes["expert_tensor_parallel_size"]
+    if experts and not parallel.sequence_parallel and tensor > 1 and split != (1, tensor):
+        yield f"tensor-parallel ranks, {tensor}, that divide its experts otherwise need sequence-parallel"
     if experts and (width := teacher.expert_ffn_size) % shared:
         yield f"the width of its experts, {width}, is not divisible by --expert-tensor-parallel-size {shared}"
 

@@ -57,6 +57,7 @@ class PreferenceTask(GPTTask):
         self.loss_name, self.evaluated = loss_name(self.options), self._terms
         self._trainer: Summarized | None = None
         self._reference: FrozenNetwork | None = None
+        self._reference_notes: tuple[str, ...] = ()
         self._known: np.ndarray | None = None
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -99,6 +100,7 @@ class PreferenceTask(GPTTask):
                     "Face folder"
                 )
             opened = open_initial_model(folder)
+        self._reference_notes = opened.notes
         return load_teacher(opened, self.chunks, trainer.engine, trainer.optimizer)
 
     def _of_all(self, file: ReferenceFile) -> np.ndarray:
@@ -136,6 +138,9 @@ class PreferenceTask(GPTTask):
         assert self.counted_memory is not None
         self.counted_memory += size
         return {**lines, "reference": f"{self.options.reference_model}, {in_words(size)} more a rank"}
+
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
+        return (*super().notes(trainer), *self._reference_notes)
 
     # ------------------------------------------------------------------------------------------------ the data
 

@@ -17,7 +17,7 @@ from megalite.checkpoint import load_weights
 from megalite.config import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.extras.post_training.other_grid import OtherGrid, Share, redistributed
 from megalite.extras.post_training.reference import frozen, load_teacher
 from megalite.inference.network import stage_parts
@@ -33,6 +33,7 @@ from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
+from megalite.tasks.experts import with_dispatcher
 from megalite.training.builder import count_parameters
 
 
@@ -176,7 +177,8 @@ class DividedOtherwise(TeacherNetwork):
         """
         opened, first, (batch, length) = opened.without_depths(), chunks[0], samples
         base, context, dtype, ends = first.mesh, first.context, first.dtype, (first.mesh.rank,)
-        self.config, mesh = opened.config, OtherGrid(base, layout.mesh_sizes)
+        mesh = OtherGrid(base, layout.mesh_sizes)
+        self.config, _ = with_dispatcher(opened.config, dtype, mesh)
         count, rank, layers = mesh.size("pp"), mesh.coordinate("pp"), self.config.num_layers
         part = replace(stage_parts(layers, count)[rank], loss=False)
         sequence = length // layout.sequence_parts
@@ -199,7 +201,7 @@ class DividedOtherwise(TeacherNetwork):
         apart = replace(optimizer.options, instances=1)  # of which the other layout may have no equal parts
         for own, grid, options in ((self._chunks, mesh, apart), (self.output, base, optimizer.options)):
             network, holder = frozen(own, optimizer.config, options, grid)
-            load_weights(opened.source, opened.what, network, holder, grid)
+            load_weights(opened.source, opened.what, network, holder, grid, states_of_training(self.config))
             self.network.append(network)
             self.optimizers.append(holder)
         self._kept, self._batch = _KeptStates(self._chunks, stages, rank), batch

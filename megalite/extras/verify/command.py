@@ -195,7 +195,8 @@ def read_command(
         program: the program that the command starts; None: the one that its name tells.
 
     Raises:
-        ConfigurationError: the command cannot be read, or describes no run; the message says what is missing.
+        ConfigurationError: the command cannot be read, or describes no run, or one whose steps are not computed; the
+            message says what is missing.
         CheckpointError: the checkpoint is needed and cannot be read.
     """
     report = _report(command, variables, ranks)
@@ -217,6 +218,10 @@ def read_command(
     else:
         parsed = parse_arguments(flags)
     config = replace(parsed.config, checkpoint=CheckpointConfig())
+    for flag in (*given(config.adapters, "lora_rank freeze"), *given(config.distillation, "distill_from")):
+        raise ConfigurationError(
+            f"{flag}: neither steps that train a part of a network nor teachers are computed: verify a step without it"
+        )
     world_size = report.world_size or ranks
     if world_size is None:
         world_size = config.parallel.ranks_needed

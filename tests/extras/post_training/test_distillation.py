@@ -207,6 +207,7 @@ def tokenizer_of(tokens: int) -> Tokenizer:
         ("tp 3", "--distill-layout tp 3: the layout cannot divide the teacher: --tensor-model-parallel-size 3 does"),
         ("cp 5", "--distill-layout cp 5: the layout cannot divide the teacher: --seq-length 12"),
         ("ep 3", "its 4 experts are not divisible by --expert-model-parallel-size 3"),
+        ("tp 2 ep 2", "tensor-parallel ranks, 2, that divide its experts otherwise need sequence-parallel"),
         ("etp 5", "the width of its experts, .* is not divisible by --expert-tensor-parallel-size 5"),
     ],
 )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint.manifest import read_manifest
@@ -212,6 +213,17 @@ def test_a_step_equals_a_plain_loop_with_transformers(base: Path, spawn: Spawn, 
     for theirs, ours in (("lm_head", "output"), ("model.embed_tokens", "embedding.word")):
         before, gradient = model.state_dict()[f"{theirs}.weight"], gradients[f"{theirs}.weight"]
         torch.testing.assert_close((before - found[ours][: len(before)]) / RATE, gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_notes_on_the_files_of_the_reference_are_shown(base: Path, spawn: Spawn, tmp_path: Path) -> None:
+    huggingface.save(tmp_path / "other", "qwen3-next", {"vocab_size": ByteTokenizer().vocab_size})
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    further = {"mtp.norm.weight": torch.zeros(24)}
+    save_file({**weights, **further}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
+    reference = ("--reference-model", tmp_path / "other", "--train-iters", 1, "--save", tmp_path / "run")
+    told = ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *reference], 1)).stdout
+    assert f"note: {tmp_path / 'other'} has 1 tensors of layers that predict further tokens (MTP)" in told
 
 
 LAYOUTS: Mapping[str, tuple[int, str]] = {
