@@ -61,7 +61,6 @@ def test_a_run_begins_to_round_and_stops(run: Run, tmp_path: Path) -> None:
     assert [each["iteration"] for each in metrics(tmp_path)] == list(range(1, 9))
 
 
-@pytest.mark.wide
 @pytest.mark.bits
 def test_a_rounded_run_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> None:
     once, twice = tmp_path / "once", tmp_path / "twice"
