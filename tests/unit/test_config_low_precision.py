@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megalite.config.idle_flags import without_idle_flags
-from megalite.config.low_precision import LowPrecisionConfig
+from megalite.config.low_precision import BLOCKS, LowPrecisionConfig
 from megalite.config.model import ModelConfig
 from megalite.config.validate_low_precision import low_precision_notes
 from megalite.errors import ConfigurationError
@@ -53,6 +53,11 @@ OF_RANKS = {
     "--expert-tensor-parallel-size 2: --moe-ffn-hidden-size 40, 40 channels, are no blocks of 16 on each rank: the "
     "next width is 64",
 }
+
+
+def test_blocks_of_the_flags_are_those_of_the_kernels() -> None:
+    """Configuration imports no torch, so it names them again."""
+    assert {name: recipe(name).block or 1 for name in BLOCKS} == BLOCKS
 
 
 @pytest.mark.parametrize("flags", REFUSED)
