@@ -5,14 +5,15 @@
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
 ones, and the time of torch's operators for it; layers with experts: their grouped products, how often the host waits,
 DeepEP against all-to-all; context parallelism: attention by parts, its time beside whole attention, the losses of each
-way, how much of a ring's communication is hidden; the compression of gradients against a copy of them; a model of one's
-own against the CPU; training of Llama-3.2-1B in bf16, and of layers of Llama 3 8B at two depths, with the kernels, in
-other ways and in plain PyTorch, in turn; the kernels beside their rivals; bits after a resume; in float64 the losses of
-ten steps on every layout against the CPU's; time and memory of one rank of published layouts. What is measured is
-written as it comes, for each part to a file of its own, benchmarks/results/gpu_check_PART_CARD.json, and what is not
-done after --minutes is left out: --only takes the parts one by one. Fails where numbers are wrong or what is
-megalite's cannot run; what is slow, or a rival that fails, is told. `--device cpu` tries what can be tried without a
-GPU.
+way, how much of a ring's communication is hidden; the compression of gradients against a copy of them; codes of few
+bits against the CPU's, their products against the emulation's, and training with them against the CPU's and bf16's; a
+model of one's own against the CPU; training of Llama-3.2-1B in bf16, and of layers of Llama 3 8B at two depths, with
+the kernels, in other ways and in plain PyTorch, in turn; the kernels beside their rivals; bits after a resume; in
+float64 the losses of ten steps on every layout against the CPU's; time and memory of one rank of published layouts.
+What is measured is written as it comes, for each part to a file of its own,
+benchmarks/results/gpu_check_PART_CARD.json, and what is not done after --minutes is left out: --only takes the parts
+one by one. Fails where numbers are wrong or what is megalite's cannot run; what is slow, or a rival that fails, is
+told. `--device cpu` tries what can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_as_rank, gpu_offload, gpu_own_model, gpu_speed, kernels
+from benchmarks import gpu_as_rank, gpu_lowbits, gpu_offload, gpu_own_model, gpu_rounded_training, gpu_speed, kernels
 from benchmarks.gpu_compression import COPIES, compare_with_copy
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways, time_parts
 from benchmarks.gpu_experts import (
@@ -243,6 +244,52 @@ def check_compression(report: Report) -> None:
             report.warn(f"compression: {name} takes {copies:.2f} copies, and {COPIES[name]} would do")
 
 
+def check_lowbits(report: Report) -> None:
+    """Codes and scales against the CPU's, products against the emulation's, what both take, and training with them."""
+    different = gpu_lowbits.different_codes(report.device)
+    report.tell(
+        "lowbits", {"bytes that differ": different}, f"bytes of codes and scales that differ: {_words(different)}"
+    )
+    if any(different.values()):
+        report.fail("lowbits: codes or scales")
+    errors = gpu_lowbits.product_errors(report.device)
+    report.tell("lowbits", {"error of products": errors}, f"error of products: {_words(errors)}")
+    for name, error in errors.items():
+        if isinstance(error, float) and not error <= gpu_lowbits.TOLERANCE:
+            report.fail(f"lowbits: {name} product")
+    for name, share in gpu_lowbits.bandwidths(report.device):
+        report.tell("lowbits", {"operation": name, "bandwidth of a copy": share}, f"{name}: {share:.0%} of a copy")
+        if report.gpu and not share >= gpu_lowbits.BANDWIDTH:
+            report.warn(f"lowbits: {name} has {share:.0%} of a copy's bandwidth")
+    times = gpu_lowbits.product_times(report.device)
+    report.tell("lowbits", {"time of bf16": times}, f"time of a bf16 product: {_words(times)}")
+    if report.gpu and times.get("blockwise", 0.0) > gpu_lowbits.STEP:
+        report.warn(f"lowbits: a blockwise product takes {times['blockwise']:.2f} of a bf16 product's time")
+    check_rounded_training(report)
+
+
+def check_rounded_training(report: Report) -> None:
+    """Training in 8 bits beside bf16's: kept activations, losses against the CPU's, and the time of a step."""
+    kept = gpu_rounded_training.kept_bytes(report.device)
+    share = kept.get("blockwise", 0) / kept["bf16"]
+    report.tell("lowbits", {"bytes kept for backward": kept}, f"bytes kept for backward: {_words(kept)}")
+    if report.gpu and share > gpu_rounded_training.KEPT:
+        report.warn(f"lowbits: blockwise layers keep {share:.2f} of the bytes that they keep in bf16")
+    if report.gpu:
+        torch.cuda.empty_cache()  # trainings are in processes of their own
+    distances = gpu_rounded_training.distances(report.device, report.gpus, report.deadline)
+    words = f"distance of losses from the CPU's: {_words(distances)}"
+    report.tell("lowbits", {"distance of losses from the CPU's": distances}, words)
+    for name in gpu_rounded_training.too_far(distances):
+        report.fail(f"lowbits: losses in {name}")
+    steps = gpu_rounded_training.step_times(report.device, report.deadline)
+    for name, row in steps.items():
+        report.tell("lowbits", {"step in": name, **row}, f"a step in {name}: {_words(row)}")
+    took = steps.get("blockwise", {}).get("time of bf16")
+    if report.gpu and took is not None and took > gpu_rounded_training.STEP:
+        report.warn(f"lowbits: a blockwise step takes {took:.2f} of a bf16 step's time")
+
+
 def check_resume(report: Report) -> None:
     """Bits after a resume from a checkpoint that was saved in the background."""
     different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu, deadline=report.deadline)
@@ -295,6 +342,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "experts": check_experts,
     "context": check_context,
     "compression": check_compression,
+    "lowbits": check_lowbits,
     "own-model": check_own_model,
     "training": check_training,
     "layers": check_layers,

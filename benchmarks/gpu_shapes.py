@@ -42,6 +42,8 @@ LAYERS_OF_8B = tuple(
     Shape(layers=layers, hidden=4096, heads=32, groups=8, ffn=14336, micro_batch=1, batch=4) for layers in (8, 4)
 )
 """Eight and four layers of Llama 3 8B."""
+STACK = Shape(layers=4, hidden=4096, heads=32, groups=8, ffn=14336, micro_batch=1, batch=1, vocabulary=1024)
+"""Four layers of Llama 3 8B over 8,192 tokens, with little beside them."""
 SMALL = Shape(
     layers=2, hidden=64, heads=4, groups=2, ffn=128, micro_batch=1, batch=2, sequence=64, vocabulary=255, steps=8
 )

@@ -166,6 +166,16 @@ def mend_products_on_meta() -> torch.library.Library | None:
     return None
 
 
+@functools.cache
+def mend_sgd_on_meta() -> torch.library.Library | None:
+    """Give torch's fused SGD a kernel of the meta device, where it has nothing to compute and returns nothing."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_sgd_", "Meta"):
+        return None
+    library = torch.library.Library("aten", "IMPL", "Meta")
+    library.impl("_fused_sgd_", lambda *given, **options: None)
+    return library  # whose end would undo it
+
+
 def record_memory(entries: int, out_of_memory: Callable[[int, int, int, int], None]) -> None:
     """Record the last `entries` CUDA allocations. `out_of_memory` is called before any memory is freed.
 

@@ -17,6 +17,8 @@ from tests.initial_weights import draw, even
 
 FUSED = {"key_value": ("key", "value", 1), "gate_up": ("gate", "up", -3)}
 """The two parts of fused weights, and the dimension that enumerates them."""
+TABLES = {"embedding.word": "embedding.word_embeddings", "output": "output_layer"}
+"""Names of the adapters of tables, which have them only if they are named."""
 ADAPTED = {
     *("query", "gate", "key_value", "output", "gate_up", "up", "down"),
     *("query_down", "query_up", "key_value_down", "projection", "latent_down", "latent_up"),
@@ -46,6 +48,8 @@ class Adapters:
     def matrices(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, str, int | None, int]]:
         """Yield each adapted matrix: its name, that of the weight, and the dimension and the number of its part."""
         for weight in weights:
+            if TABLES.get(weight) in (self.names or ()):
+                yield TABLES[weight], weight, None, 0
             begin, _, last = weight.rpartition(".")
             if last not in ADAPTED or not begin or begin.endswith(".indexer"):
                 continue
@@ -64,11 +68,15 @@ class Adapters:
             rows, inner = part.shape[: part.dim() - columns], part.shape[part.dim() - columns :]
             bound = 1 / math.sqrt(math.prod(inner))
             shape = (*experts, self.rank, *inner)
-            drawn = even(f"{name}.lora_a", shape, "", 0.0, 1.0, seed)
-            found[f"{name}.lora_a"] = ((drawn * 2 - 1) * bound).to(dtype)
+            if weight == "embedding.word":
+                drawn = draw(f"{name}.lora_a", shape, 1.0, seed)
+            else:
+                drawn = (even(f"{name}.lora_a", shape, "", 0.0, 1.0, seed) * 2 - 1) * bound
+            found[f"{name}.lora_a"] = drawn.to(dtype)
             found[f"{name}.lora_b"] = draw(f"{name}.lora_b", (*rows, self.rank), noise, seed).to(dtype)
             if self.dora:
-                found[f"{name}.lora_magnitude"] = draw(f"{name}.lora_magnitude", rows, noise, seed).to(dtype)
+                lengths = inner if weight == "embedding.word" else rows
+                found[f"{name}.lora_magnitude"] = draw(f"{name}.lora_magnitude", lengths, noise, seed).to(dtype)
         return found
 
     def merged(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,7 +106,7 @@ class Adapters:
             changed = part + self.scale * (b.flatten(0, -2) @ a.flatten(1)).view_as(part)
         if not self.dora:
             return changed
-        over = tuple(range(-columns, 0))
+        over = (0,) if name.endswith("word_embeddings") else tuple(range(-columns, 0))
         first, now = (each.detach().square().sum(over, keepdim=True).sqrt() for each in (part, changed))
-        lengths = first + weights[f"{name}.lora_magnitude"][(..., *(None,) * columns)]
+        lengths = first + weights[f"{name}.lora_magnitude"].view(first.shape)
         return lengths / now * changed

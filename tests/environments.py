@@ -120,7 +120,7 @@ class Environment:
 ENVIRONMENTS = (
     Environment("oldest", "", "2.11.0"),
     Environment(
-        "megatron", "3.12", "2.13.0", ("megatron-core==0.19.2", "tree-sitter", "tree-sitter-bash")
+        "megatron", "3.12", "2.13.0", ("megatron-core==0.19.2", "tree-sitter", "tree-sitter-bash", "torchao==0.18.0")
     ),  # 3.12 or later
     Environment("newest", "3.13", "2.14.1"),
 )

@@ -141,10 +141,10 @@ class Experts:
             inner = F.linear(hidden, up.flatten(0, -2)).unflatten(-1, up.shape[:-1])
             if up_name + "_bias" in weights:
                 inner = inner + weights[up_name + "_bias"][e]
-            of_expert = F.linear(activate(inner), weights[name + "down"][e])
+            share = (weight * kept)[..., e : e + 1]
+            output = output + F.linear(share * activate(inner), weights[name + "down"][e])
             if name + "down_bias" in weights:
-                of_expert = of_expert + weights[name + "down_bias"][e]
-            output = output + (weight * kept)[..., e : e + 1] * of_expert
+                output = output + share * weights[name + "down_bias"][e]
         if latent:
             output = F.linear(output, weights[name + "latent_up"], weights.get(name + "latent_up_bias"))
         return output

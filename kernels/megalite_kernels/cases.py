@@ -43,6 +43,7 @@ from megalite_kernels.optimizer import update_
 from megalite_kernels.quantization import dequantize, quantize
 from megalite_kernels.recurrent_cases import recurrent_cases
 from megalite_kernels.rotary import rotary_embedding
+from megalite_kernels.tile_cases import tile_cases
 from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
@@ -392,6 +393,6 @@ def _dropouts() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(expert_cases, _compressions, recurrent_cases),
+        *(expert_cases, _compressions, recurrent_cases, tile_cases),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

@@ -44,6 +44,7 @@ Operation = Literal[
     "permutation",
     "grouped",
     "compression",
+    "tiles",
     "short_convolution",
     "recurrence",
 ]

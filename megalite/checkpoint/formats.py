@@ -55,6 +55,7 @@ _CODES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 

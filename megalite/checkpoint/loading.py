@@ -111,9 +111,7 @@ def load(
             if failure is not None:
                 raise failure
         if optimizer is not None and not state and not casts:
-            for part in optimizer.slices():
-                if (master := part.tensors.get("master")) is not None:
-                    master.copy_(part.values)
+            _begin_masters(optimizer)
         if optimizer is not None:
             _begin_means(optimizer, manifest if state else None)
         if optimizer is not None:
@@ -132,7 +130,7 @@ def load_weights(
     """Set the weights and the modules' state from a source, cast to the dtypes of this network.
 
     Every rank calls it. The optimizer starts fresh. Padding becomes zero. The source has each weight under its logical
-    name, and state under `state/NAME`; without the state in `fresh`, which then keeps its initial values. Raises
+    name, and state under `state/NAME`; without those in `fresh`, which then keep their initial values. Raises
     CheckpointError, the same on every rank, if `what` cannot be read or is another model.
     """
     with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
@@ -145,6 +143,8 @@ def load_weights(
         held = [each for each in held if each[0] not in fresh]
         _raise_if_any(_difference(name, source.tensors.get(name), part) for name, part, _ in held)
         _zero_the_rest(module, optimizer, state=False)
+        if optimizer is not None:
+            _begin_masters(optimizer)  # those of `fresh` have no others
         for name, part, region in held:
             source.fill(name, part.box, region.values.view(part.box.size))
         if optimizer is not None:
@@ -327,6 +327,13 @@ def _check_all_used(
 
 
 @torch.no_grad()
+def _begin_masters(optimizer: Optimizer) -> None:
+    """Let master weights begin with the weights."""
+    for part in optimizer.slices():
+        if (master := part.tensors.get("master")) is not None:
+            master.copy_(part.values)
+
+
 def _begin_means(optimizer: Optimizer, loaded: Manifest | None) -> None:
     """Let the means of weights begin with the weights, but for those that a checkpoint had; `loaded`: its manifest."""
     for part in optimizer.slices():

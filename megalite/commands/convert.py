@@ -4,8 +4,8 @@
     python tools/checkpoint/convert.py --loader megalite --saver hf --load-dir run/llama --save-dir exported --verify
     python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/gpt --save-dir exported
 
-Weights are cast only if --target-params-dtype asks for it. A model that the other format cannot describe exactly is
-refused, never approximated. The optimizer's state is not converted.
+Weights are cast only if --target-params-dtype asks for it, and rounded to fp8 only if --quantize does. A model that the
+other format cannot describe exactly is refused, never approximated. The optimizer's state is not converted.
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ class Arguments:
     """The kind of model: there is only one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
+    quantize: Literal["fp8-blockwise"] | None = None
+    """Write the matrices of linear layers and experts of a Hugging Face folder in fp8 (e4m3) with a scale for each
+    tile of 128 x 128, as DeepSeek-V3 is published, and as --fp8-recipe blockwise rounds them."""
     ema: bool = False
     """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
+    base: str | None = None
+    """Current folder of the base of adapters; unset: where it was when they were trained."""
     target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
@@ -86,7 +91,7 @@ def main() -> None:
         say(f"{arguments.save_dir}: the adapters of {opened.what}")
         return
     if arguments.saver == "hf":
-        from megalite.conversion.huggingface import without_unknown_depths
+        from megalite.conversion.export import without_unknown_depths
 
         opened = without_unknown_depths(opened)
     if arguments.tokenizer_model is not None:
@@ -99,9 +104,13 @@ def main() -> None:
     watched = Watched(opened.source)
     opened = replace(opened, source=watched)
     target = dtype(arguments)
-    size = sum(
-        kind.size // kind.dtype.itemsize * (target or kind.dtype).itemsize for kind in opened.source.tensors.values()
-    )
+    if arguments.quantize is None:
+        kinds = opened.source.tensors.values()
+        size = sum(kind.size // kind.dtype.itemsize * (target or kind.dtype).itemsize for kind in kinds)
+    else:
+        from megalite.conversion.export import export_of
+
+        size = sum(kind.size for kind in export_of(opened, target, in_blocks=True).source.tensors.values())
     with show_progress("converting", size) as advance:
         written = write_model(opened, arguments, advance)
     tensors = len(opened.source.tensors)
@@ -111,6 +120,10 @@ def main() -> None:
     for note in (*opened.notes, *watched.notes()):
         say(note, to_error=True)
     if arguments.verify:
+        if arguments.quantize is not None:
+            from megalite.conversion.export import rounded_to_blocks
+
+            opened = rounded_to_blocks(opened, target)
         report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))
 
 
@@ -124,6 +137,7 @@ def check(arguments: Arguments) -> None:
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),
         ("max_shard_size", ("hf",)),
+        ("quantize", ("hf",)),
     ):
         if getattr(arguments, name) is not None and arguments.saver not in savers:
             raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
@@ -131,6 +145,8 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
     if arguments.ema and arguments.loader != "megalite":
         raise ConfigurationError("--ema needs --loader megalite: the others have no mean of the weights")
+    if arguments.base is not None and arguments.loader != "megalite":
+        raise ConfigurationError("--base needs --loader megalite: a folder of PEFT names its base in its configuration")
     if not Path(arguments.load_dir).is_dir():
         raise CheckpointError(no_checkpoint(arguments.load_dir, "--load-dir"))
 
@@ -148,8 +164,9 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
-        loads = kind == arguments.loader
-        return open_megalite(folder, dtype(arguments) if loads else None, mean=loads and arguments.ema)
+        if kind != arguments.loader:
+            return open_megalite(folder)
+        return open_megalite(folder, dtype(arguments), mean=arguments.ema, base=arguments.base)
     if kind == "peft":
         from megalite.conversion.native import open_folder
 
@@ -182,7 +199,8 @@ def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> 
     if arguments.saver == "hf":
         from megalite.conversion.huggingface import write_huggingface
 
-        write_huggingface(opened, directory, shard=int((arguments.max_shard_size or 5) * 1e9), **shared)
+        in_blocks, shard = arguments.quantize is not None, int((arguments.max_shard_size or 5) * 1e9)
+        write_huggingface(opened, directory, shard=shard, in_blocks=in_blocks, **shared)
         return directory
     from megalite.conversion.megatron import write_megatron
 

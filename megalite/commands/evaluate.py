@@ -50,6 +50,8 @@ class Arguments:
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     ema: bool = False
     """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
+    base: str | None = None
+    """Current folder of the base of adapters; unset: where it was when they were trained."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin and .idx files to predict; with several, give a weight before each, or before none."""
     text: tuple[str, ...] = ()
@@ -115,7 +117,8 @@ def main() -> int:
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    model, batch_size = open_model(arguments.load, mean=arguments.ema), arguments.micro_batch_size
+    model = open_model(arguments.load, mean=arguments.ema, base=arguments.base)
+    batch_size = arguments.micro_batch_size
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     cp = arguments.context_parallel_size
     check_layout(model.config, tp, pp)

@@ -44,6 +44,8 @@ class Arguments:
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     ema: bool = False
     """Take the mean of the weights that the run has kept (--ema-decay), in place of the weights."""
+    base: str | None = None
+    """Current folder of the base of adapters; unset: where it was when they were trained."""
     prompt: tuple[str, ...] = ()
     """Beginning of a text; may be given several times. -: standard input."""
     prompts: str | None = None
@@ -96,7 +98,7 @@ def main() -> int:
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    model = open_model(arguments.load, mean=arguments.ema)
+    model = open_model(arguments.load, mean=arguments.ema, base=arguments.base)
     layout = choose_layout(
         model.config, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )

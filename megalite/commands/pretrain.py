@@ -82,9 +82,10 @@ def main(*, hybrid: bool = False, finetunes: bool = False) -> int:
     from megalite.parallel.device import local_device
     from megalite.run.run import Run
     from megalite.tasks.gpt_task import GPTTask
-    from megalite.training.kernels import require_equal_dropout
+    from megalite.training.kernels import require_equal_dropout, require_recipe
 
     require_equal_dropout(config, local_device(place.local_rank))
+    require_recipe(config, local_device(place.local_rank))
     task = entry_point("preference_task") if config.data.preference_data else GPTTask
     with Run(config, partial(task, config, data), place, startup, (*arguments.notes, *data.notes)) as run:
         return run.train()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from megalite.config.fields import PositiveFloat, PositiveInt, ShareBelowOne
 
@@ -15,9 +17,17 @@ SHORT_NAMES = {
     "gate_proj": "gate",
     "up_proj": "up",
     "down_proj": "down",
+    "lm_head": "output_layer",
+    "embed_tokens": "word_embeddings",
     "all-linear": "*",
 }
 """Names that PEFT's users give, with those of megalite."""
+
+
+def is_target(name: str, targets: Sequence[str], *, is_table: bool = False) -> bool:
+    """Tell whether `--lora-target-modules` has a matrix of this name. `is_table`: its rows stand for tokens."""
+    given = [SHORT_NAMES.get(target, target) for target in targets if not (is_table and target == "all-linear")]
+    return any(fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}") for target in given)
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class AdaptersConfig:
     """Dropout probability of the inputs of adapters."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Matrices with adapters, by the ends of their names or by patterns such as "layers.1?.attention.*": query, key,
-    value, output, gate, up, down, or as PEFT names them (q_proj, ...); all-linear: all of the layers."""
+    value, output, gate, up, down, or as PEFT names them (q_proj, ...); all-linear: all of the layers; besides,
+    output_layer and word_embeddings (lm_head, embed_tokens)."""
     use_rslora: bool = False
     """Multiply adapters' outputs with lora-alpha / the root of lora-rank (rsLoRA)."""
     use_dora: bool = False

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
+from megalite.config.kinds.experts import WITHOUT_LOSS
 from megalite.config.layer_specs import ATTENTION_LETTER, PATTERN_FLAG, LayerSpec, kinds_with_core
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import virtual_stages, why_nothing_is_aligned
@@ -51,6 +52,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "model", "kv_channels", ", since attention is over latents (--qk-head-dim and others are its widths)"
         if config.model.position_embedding_type == "rope" and config.model.rotary_scaling_factor == 1:
             yield "model", "mscale mscale_all_dim", ", since --rotary-scaling-factor is 1"
+    if config.low_precision.recipe is None:
+        names = "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+        yield "low_precision", names, " without --fp8-format or --fp4-format"
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if not config.model.qk_clip:
@@ -59,6 +63,9 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "model", "experimental_attention_variant linear_attention_freq", f", since {PATTERN_FLAG} has all layers"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
+    kinds, weights = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
+    if config.model.num_experts is not None and weights == (0.0,) and len(kinds) == 1 and kinds[0] not in WITHOUT_LOSS:
+        yield "model", "moe_router_load_balancing_type", ", since --moe-aux-loss-coeff is 0"
     if has_idle_softmax(config.model):
         yield (
             "model",

@@ -15,6 +15,7 @@ from megalite.config.corruption import CorruptionConfig
 from megalite.config.data import DataConfig
 from megalite.config.distillation import DistillationConfig
 from megalite.config.kernels import KernelsConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.offload import OffloadConfig
@@ -80,6 +81,8 @@ class RunConfig(TaskConfig):
     """Training on pairs of responses."""
     adapters: AdaptersConfig = field(default_factory=AdaptersConfig)
     """Adapters and frozen weights."""
+    low_precision: LowPrecisionConfig = field(default_factory=LowPrecisionConfig)
+    """Matrix products in 8 and in 4 bits."""
 
 
 _ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`

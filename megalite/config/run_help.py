@@ -53,7 +53,7 @@ def show_run_help(topics: Sequence[str]) -> NoReturn:
         show_help(about, {f"{name} options": kind for name, kind in shown.items()})
     required = [name for name, place in fields_by_name().items() if place.required]
     words = textwrap.wrap(f"python pretrain_gpt.py {EXAMPLE}", width() - 8, break_on_hyphens=False)
-    lines = [f"usage: {sys.argv[0]} [flags]", f"       {sys.argv[0]} --help [TOPIC ...]", ""]
+    lines = [f"usage: {sys.argv[0]} [flags] [--help [TOPIC...]]", ""]
     lines += [*textwrap.wrap(_FIRST, width()), "", "  " + " \\\n      ".join(words)]
     lines += ["", "must be given:", *_rows((flag_of(name), _meaning(name)) for name in required)]
     lines += ["", "most runs have, too:", *_rows((flag_of(name), _meaning(name)) for name in _USUAL)]

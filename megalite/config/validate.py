@@ -98,7 +98,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _positions(config),
         relation_problems(model),
         prediction_problems(config),
-        distillation_problems(config),
+        distillation_problems(config, workers),
         idle_positions(model),
         _layout(config),
         _communication(config),
@@ -129,6 +129,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _corruption(config, world_size),
         _alarms(config),
         _adapters(config),
+        _low_precision(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -212,6 +213,15 @@ def _adapters(config: RunConfig) -> Iterable[str]:
     from megalite.config.validate_adapters import adapter_problems  # few runs have them
 
     return adapter_problems(config)
+
+
+def _low_precision(config: RunConfig) -> Iterable[str]:
+    """Return a line for each relation of products in few bits that does not hold."""
+    if not changed(config.low_precision, "*"):
+        return ()
+    from megalite.config.validate_low_precision import low_precision_problems  # few runs have them
+
+    return low_precision_problems(config)
 
 
 def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:

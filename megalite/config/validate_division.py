@@ -14,7 +14,7 @@ _TORCHRUN = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone"
 def division_problems(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[str]:
     """Yield what does not divide: ranks by groups, and batches by micro-batches and data-parallel ranks."""
     training, parallel = config.training, config.parallel
-    if uneven := list(_uneven_groups(parallel, world_size)):
+    if uneven := list(uneven_groups(parallel, world_size)):
         yield from uneven
         return
     copies = parallel.data_parallel_size(world_size)
@@ -64,7 +64,8 @@ def least_micro_batches(parallel: ParallelConfig, world_size: int) -> int:
     return max(_share_unit(parallel, world_size)[0], parallel.data_parallel_size(world_size), 1)
 
 
-def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+def uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Yield a line for each group of ranks of a layout into which so many ranks cannot be divided."""
     shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
     groups = {  # if both sizes are equal, the second entry replaces the first
         parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),

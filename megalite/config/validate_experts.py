@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import flag_of, needs
-from megalite.config.kinds.experts import what_has_experts
+from megalite.config.kinds.experts import WITHOUT_LOSS, what_has_experts
 from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig
@@ -25,9 +25,9 @@ def expert_run_problems(config: RunConfig) -> Iterator[str]:
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
+    if len(kinds) == len(weights) and len(kinds) > 1:  # a single one is idle
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind not in ("none", "sinkhorn", "quantile_balancing"):
+            if not weight and kind not in WITHOUT_LOSS:
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     if model.hybrid_layer_pattern is not None:
         yield from needs(config.checkpoint, "moe_use_upcycling", f"the flags of a GPT, without {PATTERN_FLAG}")

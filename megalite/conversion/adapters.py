@@ -9,11 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.tensors import Source
+from megalite.checkpoint.tensors import Kind, Source
 from megalite.config.adapters import AdaptersConfig
 from megalite.errors import CheckpointError
-from megalite.parallel.adapter import MAGNITUDE, A, B, Matrix, matrices_of
+from megalite.parallel.adapter_matrices import MAGNITUDE, A, B, Matrix, matrices_of, row_factors
 from megalite.parallel.sharding import Box, LogicalTensor
+
+
+class InMemory:
+    """Tensors in memory (a `Source`)."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._values = tensors
+        self.tensors = {name: Kind(tuple(values.shape), values.dtype) for name, values in tensors.items()}
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        values.copy_(self._values[name][box.slices()])
 
 
 class Joined:
@@ -36,6 +47,7 @@ class Adapters:
         own: the tensors of the adapters.
         tensors: the records of the base's weights.
         base_path: the folder of the base, if it has one.
+        changed: what the network computes otherwise than the base, in words; empty if nothing.
     """
 
     config: AdaptersConfig
@@ -43,6 +55,7 @@ class Adapters:
     own: Source
     tensors: Mapping[str, LogicalTensor]
     base_path: str | None = None
+    changed: str = ""
 
     def matrices(self) -> list[Matrix]:
         """Return the matrices that have adapters. Raises CheckpointError for adapters of none, or of other shapes."""
@@ -66,6 +79,15 @@ class Adapters:
         return Merged(self)
 
 
+def check_finite(adapters: Source, what: object) -> None:
+    """Raise CheckpointError if a tensor of the adapters of `what` has NaN or infinities."""
+    for name, kind in adapters.tensors.items():
+        values = torch.empty(kind.shape, dtype=kind.dtype)
+        adapters.fill(name, kind.whole, values)
+        if not values.isfinite().all():
+            raise CheckpointError(f"{what}: {name} has NaN or infinities: take an earlier checkpoint")
+
+
 class Merged:
     """Weights of a base in which adapters are merged, box by box (a `Source`). They are added in fp32 or wider."""
 
@@ -82,9 +104,9 @@ class Merged:
             self._adapters.base.fill(name, box, values)
             return
         own = box
-        if config.use_dora:  # lengths are those of whole rows
-            columns, shape = matrices[0].columns, self.tensors[name].shape
-            both = [(0, shape[d]) if d in columns else (box.offset[d], box.size[d]) for d in range(len(shape))]
+        if config.use_dora:  # lengths are those of whole rows, or of whole columns
+            summed, shape = matrices[0].summed, self.tensors[name].shape
+            both = [(0, shape[d]) if d in summed else (box.offset[d], box.size[d]) for d in range(len(shape))]
             own = Box(tuple(at for at, _ in both), tuple(size for _, size in both))
         wide = torch.promote_types(torch.promote_types(self.tensors[name].dtype, values.dtype), torch.float32)
         whole = torch.empty(own.size, dtype=wide, device=values.device)
@@ -109,9 +131,10 @@ class Merged:
         rows = part.reshape(experts, b.shape[1], -1)
         changed = torch.baddbmm(rows, b, a, alpha=config.lora_scale)
         if config.use_dora:
-            lengths = self._factor(matrix, MAGNITUDE, matrix.rows, box, part).reshape(experts, -1)
-            first, now = (torch.linalg.vector_norm(each, dim=-1) for each in (rows, changed))
-            changed = changed * ((first + lengths) / now)[..., None]
+            summed = -2 if matrix.looked_up else -1
+            first, now = (torch.linalg.vector_norm(each, dim=summed, keepdim=True) for each in (rows, changed))
+            lengths = self._factor(matrix, MAGNITUDE, matrix.magnitude().dimensions, box, part).view(first.shape)
+            changed = changed * row_factors(first, lengths, now)
         return changed.view(part.shape)
 
     def _factor(self, matrix: Matrix, word: str, dimensions: tuple[int | None, ...], box: Box, like: Tensor) -> Tensor:

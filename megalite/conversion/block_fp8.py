@@ -1,7 +1,8 @@
-"""Weights in blocks of fp8 (e4m3), as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published.
+"""Weights in blocks of fp8 (e4m3), as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published: how they are read.
 
 A matrix NAME.weight is stored in fp8 beside NAME.weight_scale_inv in fp32, with a number for each tile of 128 x 128, by
-which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller.
+which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller. Such files are made by
+`block_fp8_writing.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ from megalite.conversion.mapping import LastTensor, Stored
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
-_SCALE = "_scale_inv"
-_TILE = 128
+SCALE = "_scale_inv"
+TILE = 128
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
-    "weight_block_size": ([_TILE, _TILE],),
+    "weight_block_size": ([TILE, TILE],),
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),  # here, activations are not quantized
     "scale_fmt": ("ue8m0", "float"),  # how scales were rounded: they are fp32 in any case
 }
 _NO_EFFECT = ("modules_to_not_convert", "ignored_layers")  # the files show it
+_OTHERWISE = ": load the model with transformers, call model.dequantize(), and save it"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def quantization() -> Keys:
-    """Return the entry for quantized weights, which may be in such blocks. Written files have none."""
+    """Return the entry for quantized weights, which may be in such blocks. What writes them writes their keys."""
 
     def read(config: Json) -> dict[str, Any]:
         found = config.get("quantization_config") or {}
@@ -42,9 +44,8 @@ def quantization() -> Keys:
         for name, value in found.items():
             if name not in _NO_EFFECT and value not in _KNOWN.get(name, ()):
                 supported = " or ".join(map(repr, _KNOWN.get(name, ()))) or "no such key"
-                raise CheckpointError(
-                    f"{name[:80]} of quantization_config is {shown(value)}, but only {supported} is supported"
-                )
+                found_there = f"{name[:80]} of quantization_config is {shown(value)}"
+                raise CheckpointError(f"{found_there}, but only {supported} is supported{_OTHERWISE}")
         if found:
             _dtype(config)
         return {}
@@ -67,29 +68,52 @@ def unpacked(stored: Stored, config: Json) -> Stored:
     fit together.
     """
     found, last = dict(stored), LastTensor()
-    for scale in [name for name in stored if name.endswith(f".weight{_SCALE}")]:
-        name = scale.removesuffix(_SCALE)
+    for scale in [name for name in stored if name.endswith(f".weight{SCALE}")]:
+        name = scale.removesuffix(SCALE)
         scales, read_scales = found.pop(scale)
         if name not in found:
             raise CheckpointError(f"{scale} has no {name} beside it")
         values, read_values = found[name]
-        tiles = tuple(-(-size // _TILE) for size in values.shape)
         dtypes = (values.dtype, scales.dtype)
-        if len(tiles) != 2 or tiles != scales.shape or dtypes != (torch.float8_e4m3fn, torch.float32):
+        if (
+            len(values.shape) != 2
+            or tiles_of(values.shape) != scales.shape
+            or dtypes != (torch.float8_e4m3fn, torch.float32)
+        ):
             raise CheckpointError(
                 f"{name} {list(values.shape)} and {scale} {list(scales.shape)} are not fp8 in blocks of 128 x 128"
             )
         dtype = _dtype(config)
-        make = partial(_multiply, read_values, read_scales, dtype)
+        make = partial(_multiply, read_values, read_scales, dtype, scale)
         found[name] = Kind(values.shape, dtype), partial(last.get, name, make)
     return found
 
 
-def _multiply(read_values: Callable[[], Tensor], read_scales: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    """Return a weight, each value multiplied in fp32 and rounded once, computed for a row of tiles after the other."""
+def tiles_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the numbers of tiles along the sides of a matrix."""
+    return tuple(-(-size // TILE) for size in shape)
+
+
+def all_tiles_are_full(stored: Stored) -> bool:
+    """Tell if no tile is smaller than others, as transformers 5.24 needs it to make weights of blocks."""
+    in_blocks = (kind for name, (kind, _) in stored.items() if name + SCALE in stored)
+    return all(size % TILE == 0 for kind in in_blocks for size in kind.shape)
+
+
+def _multiply(
+    read_values: Callable[[], Tensor], read_scales: Callable[[], Tensor], dtype: torch.dtype, name: str
+) -> Tensor:
+    """Return a weight, each value multiplied in fp32 and rounded once, computed for a row of tiles after the other.
+
+    Raises CheckpointError if one of the scales, which have this name, is none.
+    """
     values, scales = read_values(), read_scales()
+    wrong = ~(scales.isfinite() & (scales >= 0))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise CheckpointError(f"{name} has {scales[row, column]} for tile {row}, {column}: a scale is 0 or more")
     weight = torch.empty(values.shape, dtype=dtype)
     for tile, row in enumerate(scales):
-        rows = slice(tile * _TILE, (tile + 1) * _TILE)
-        weight[rows] = values[rows].float() * row.repeat_interleave(_TILE)[: values.shape[1]]
+        rows = slice(tile * TILE, (tile + 1) * TILE)
+        weight[rows] = values[rows].float() * row.repeat_interleave(TILE)[: values.shape[1]]
     return weight

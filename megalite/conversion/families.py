@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalite.conversion import block_fp8, mxfp4
 from megalite.conversion import config_keys as keys
+from megalite.conversion import mxfp4
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.convolution_families import LFM2
 from megalite.conversion.delta_families import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -31,6 +31,7 @@ from megalite.conversion.shared_rules import (
     SIGMOID,
     SIZES,
     WITHOUT_BIASES,
+    WITHOUT_BLOCKS,
     attention,
     choice_bias,
     ends,
@@ -249,7 +250,6 @@ _M2_EXPERTS = _with_experts(
         keys.num_experts("num_local_experts", "num_experts"),
         keys.several_experts("num_experts_per_tok", 8),
         fixed("router_jitter_noise", 0.0),
-        block_fp8.quantization(),
         keys.rotated_channels("rotary_dim", "head_dim", 128),
         position=rotary(share="partial_rotary_factor", default_base=5_000_000.0),
         rules=_ONE_NORM_RULES,
@@ -260,7 +260,6 @@ MINIMAX_M2 = replace(
     _M2_EXPERTS,
     rules=(*_M2_EXPERTS.rules, _bias_beside_router("model.layers.{layer}.block_sparse_moe")),
     rewritten=(*_M2_EXPERTS.rewritten, _bias_beside_router(MLP)),
-    unpack=block_fp8.unpacked,
 )
 
 _INTERLEAVED = (
@@ -282,7 +281,7 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     (
-        *OF_ALL,
+        *WITHOUT_BLOCKS,
         *_LLAMA_KEYS,
         key("rms_norm_eps", "norm_epsilon", 1e-5),
         keys.head_width(64),

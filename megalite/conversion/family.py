@@ -12,6 +12,7 @@ from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.fields import flag_of
 from megalite.config.validate_model import model_problems, number_problems
+from megalite.conversion.block_fp8 import unpacked
 from megalite.conversion.config_keys import UNREADABLE, Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates, KeyFate
 from megalite.conversion.mapping import Rule, Stored
@@ -60,9 +61,9 @@ class Family:
     """Halves of a layer of the files: a mixer and a feed-forward layer (2), or one of them (1)."""
     other_names: tuple[str, ...] = ()
     """Further values of model_type for the same models. They are never written."""
-    unpack: Callable[[Stored, Json], Stored] | None = None
+    unpack: Callable[[Stored, Json], Stored] = unpacked
     """Function that puts weights in the place of the blocks of quantized files (`mxfp4.py`, `block_fp8.py`), given
-    config.json; None if weights are never quantized."""
+    config.json."""
 
     @property
     def fates(self) -> Fates:

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ import torch
 from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
-from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind, natural_order, packed
 from megalite.config import ModelConfig
 from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.delta_families import IMAGES
+from megalite.conversion.export import config_before, export_of
 from megalite.conversion.families import FAMILIES
-from megalite.conversion.family import CARRIED, Family, choose
+from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_config, read_json
-from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
-from megalite.conversion.opened import OpenedModel, check_sizes, kept_in_fp32, logical_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, file_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.conversion.prediction_layers import check_copies, copies_of_depths
 from megalite.data.tokenizers import build_tokenizer
 from megalite.data.tokenizers.folder import read_folder
@@ -66,7 +65,7 @@ def open_huggingface(folder: Path, *, depths: bool = True, compare: bool = True)
     forms, further = forms_of(family, model), family.of_prediction_layers(config)
     copies = copies_of_depths(next(iter(forms.values())))
     expected, left_out = frozenset(copies).union(*forms), None if model.depths else further
-    files = HuggingFaceFiles(folder, family, expected, left_out)
+    files = HuggingFaceFiles(folder, config, family, expected, left_out)
     notes = tuple(_left_out(folder, files.left_out))
     if model.depths and further is not None and not any(re.fullmatch(further, name) for name in files.tensors):
         notes = (f"note: {folder} has no tensors of layers that predict further tokens (MTP): it is read without",)
@@ -209,22 +208,6 @@ def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def without_unknown_depths(opened: OpenedModel) -> OpenedModel:
-    """Return the model without its depths of multi-token prediction, with a note, if no family has them."""
-    try:
-        choose(FAMILIES, _with_positions(opened))
-    except CheckpointError:
-        return opened.without_depths()
-    return opened
-
-
-def _with_positions(opened: OpenedModel) -> ModelConfig:
-    """Return the network with a maximum sequence length, which config.json has for every kind of positions."""
-    return replace(
-        opened.config, max_position_embeddings=opened.config.max_position_embeddings or opened.sequence_length
-    )
-
-
 def write_huggingface(
     opened: OpenedModel,
     folder: Path,
@@ -233,32 +216,25 @@ def write_huggingface(
     shard: int,
     workers: int,
     advance: Advance,
+    in_blocks: bool = False,
 ) -> Family:
     """Write a model as a Hugging Face folder, which appears complete or not at all, and return its family.
 
     The tokenizer is copied. If the tokenizer's folder has a config.json, its family is preferred, and the numbers of
     special tokens are taken from it; otherwise the tokens that end texts are the model's. `dtype`: dtype to cast to;
-    None: no cast. `shard`: maximum size of a file in bytes. Raises CheckpointError if no family has this network, or if
-    the disk fails.
+    None: no cast. `shard`: maximum size of a file in bytes. `in_blocks`: see `export_of`. Raises CheckpointError as it
+    does, and if the disk fails.
     """
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} already exists: choose another folder")
-    companions, model = opened.folder, _with_positions(opened)
-    before: dict[str, Any] = {}
-    if companions is not None and (companions / "config.json").is_file():
-        before = read_config(companions)
-    family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    mapping = file_tensors(family.rules, model, logical_tensors(model), family.halves)
-    mapping += [replace(tensor, name=name) for name, tensor in copies_of_depths(mapping).items()]
-    files = ToFiles(opened.source, mapping, dtype, precise=kept_in_fp32(model))
-    config["torch_dtype"] = dtype_name(dtype or opened.dtype)
+    export, before = export_of(opened, dtype, in_blocks=in_blocks), config_before(opened)
     carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
-    shards, file_format = weight_files(files.tensors, shard)
+    shards, file_format = weight_files(export.source.tensors, shard)
     with new_folder(folder) as temporary:
-        write_files(files, temporary, shards, file_format, workers, advance)
-        write_related(temporary, config, carried, companions)
-    return family
+        write_files(export.source, temporary, shards, file_format, workers, advance)
+        write_related(temporary, export.config, carried, opened.folder)
+    return export.family
 
 
 def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
@@ -268,7 +244,9 @@ def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
     file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
-    return [[(name, kinds[name].whole) for name in group] for group in names], file_format
+    # Wide numbers first, so that the bytes of each are aligned.
+    ordered = (sorted(group, key=lambda name: -kinds[name].dtype.itemsize) for group in names)
+    return [[(name, kinds[name].whole) for name in group] for group in ordered], file_format
 
 
 def write_related(folder: Path, config: Mapping[str, Any], carried: Mapping[str, Any], companions: Path | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
+from megalite.conversion.config_keys import Json
 from megalite.conversion.family import CARRIED, Family
 from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.mapping import Stored
@@ -42,39 +43,44 @@ _RESIDENT = 1 << 26
 class HuggingFaceFiles:
     """Weights in a folder, by their names in the family's table."""
 
-    def __init__(self, folder: Path, family: Family, expected: frozenset[str], left_out: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: Json, family: Family, expected: frozenset[str], left_out: str | None = None
+    ) -> None:
         """Open the files.
 
-        `expected`: names that the table has for this model. `left_out`: pattern for the names of tensors of prediction
-        layers.
+        `config`: config.json. `expected`: names that the table has for this model. `left_out`: pattern for the names of
+        tensors of prediction layers.
 
         Raises CheckpointError if a file is unreadable or has further weights.
         """
+        self._folder = folder
         self._read: dict[str, Callable[[], Tensor]] = {}
         self.tensors: dict[str, Kind] = {}
         self.left_out: list[str] = []
         unknown = []
-        for tensors in _open(folder) if family.unpack is None else _unpacked(folder, family.unpack):
-            for name, (kind, read) in tensors.items():
-                ours = canonical_name(name, family, expected)
-                if ours in expected or ours == family.head:
-                    if ours in self.tensors:
-                        raise CheckpointError(f"{folder} has {ours} twice")
-                    if kind.dtype not in _DTYPES.values():
-                        has = f"{folder} has {name} with the dtype {dtype_name(kind.dtype)}"
-                        raise CheckpointError(f"{has}, supported are {', '.join(_DTYPES)}")
-                    self._read[ours], self.tensors[ours] = read, kind
-                elif left_out is not None and re.fullmatch(left_out, name):
-                    self.left_out.append(name)
-                elif not re.fullmatch(family.buffers, name):
-                    unknown.append(name)
+        for name, (kind, read) in _unpacked(folder, config, family.unpack).items():
+            ours = canonical_name(name, family, expected)
+            if ours in expected or ours == family.head:
+                if ours in self.tensors:
+                    raise CheckpointError(f"{folder} has {ours} twice")
+                if kind.dtype not in _DTYPES.values():
+                    has = f"{folder} has {name} with the dtype {dtype_name(kind.dtype)}"
+                    raise CheckpointError(f"{has}, supported are {', '.join(_DTYPES)}")
+                self._read[ours], self.tensors[ours] = read, kind
+            elif left_out is not None and re.fullmatch(left_out, name):
+                self.left_out.append(name)
+            elif not re.fullmatch(family.buffers, name):
+                unknown.append(name)
         if unknown:
             some = ", ".join(name[:_LONGEST_NAME] for name in sorted(unknown)[:8])
             raise CheckpointError(f"{folder} has weights that {family.name} does not have: {some}")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, as a view of the mapped file."""
-        return self._read[name]()
+        """Return a whole tensor, as a view of the mapped file, or made of blocks. Raises CheckpointError."""
+        try:
+            return self._read[name]()
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._folder}: {error}") from error
 
 
 def canonical_name(name: str, family: Family, expected: frozenset[str]) -> str:
@@ -85,21 +91,22 @@ def canonical_name(name: str, family: Family, expected: frozenset[str]) -> str:
     return name if name in expected else next((other for other in others if other in expected), name)
 
 
-def _open(folder: Path) -> Iterator[Stored]:
+def open_files(folder: Path) -> Stored:
     """Open the files that transformers would choose."""
-    opener, paths = chosen_files(folder)
-    yield from map(opener, paths)
-
-
-def _unpacked(folder: Path, unpack: Callable[[Stored, Mapping[str, Any]], Stored]) -> Iterator[Stored]:
-    """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
     together: dict[str, tuple[Kind, Callable[[], Tensor]]] = {}
-    for tensors in _open(folder):
+    opener, paths = chosen_files(folder)
+    for tensors in map(opener, paths):
         if twice := together.keys() & tensors.keys():
             raise CheckpointError(f"{folder} has {min(twice)} twice")
         together.update(tensors)
+    return together
+
+
+def _unpacked(folder: Path, config: Json, unpack: Callable[[Stored, Json], Stored]) -> Stored:
+    """Open all files, of which pairs of blocks and scales become weights: two of a pair may be in two files."""
+    together = open_files(folder)
     try:
-        yield unpack(together, read_config(folder))
+        return unpack(together, config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -154,7 +161,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     tied = "tie_word_embeddings"
     if (ours := text.get(tied, config.get(tied))) != config.get(tied, ours):
         raise CheckpointError(f"{path}: {tied} is {shown(config[tied])}, but {shown(ours)} in text_config")
-    of_both = {name: config[name] for name in (*CARRIED, tied) if name in config}
+    of_both = {name: config[name] for name in (*CARRIED, tied, "quantization_config") if name in config}
     return {"model_type": f"{config['model_type']}_text", **of_both, **text}
 
 

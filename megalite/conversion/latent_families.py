@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megalite.config.layer_specs import EXPERTS_LETTER, LATENT_LETTER
-from megalite.conversion import block_fp8, latent_keys
 from megalite.conversion import config_keys as keys
+from megalite.conversion import latent_keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
 from megalite.conversion.indexer_keys import INDEXERS, choosing_layers, indexer
@@ -113,7 +113,6 @@ _SHARED = (
     fixed("hidden_act", "silu"),  # also of a convolution
     fixed("attention_bias", False),
     tied(False),
-    block_fp8.quantization(),
 )
 _ALWAYS = WITHOUT_BIASES | {"swiglu": True}
 _OF_ALL_LAYERS = _ALWAYS | LATENT_NORMS | {"multi_latent_attention": True}
@@ -142,7 +141,6 @@ DEEPSEEK_V2 = Family(
     _OF_ALL_LAYERS | {"moe_router_pre_softmax": True, "moe_router_dtype": "fp32"},
     _rules(MLP, *experts(MLP)),
     rewritten=_rules(MLP, *fused_experts(MLP)),
-    unpack=block_fp8.unpacked,
 )
 
 
@@ -179,7 +177,6 @@ DEEPSEEK_V3 = Family(
     rewritten=_rules(MLP, *fused_experts(MLP), *OF_DEPTHS),
     further=r"model\.layers\.({layers})\..*",
     other_names=("kimi_k2",),
-    unpack=block_fp8.unpacked,
 )
 
 # ------------------------------------------------------------------------------------------------ sparse attention
@@ -273,5 +270,4 @@ KIMI_LINEAR = Family(
     ),
     # transformers 5.24 saves dense layers with the prefix of experts.
     renamed={r"(.*)\.block_sparse_moe\.(gate|up|down)_proj\.weight": r"\1.mlp.\2_proj.weight"},
-    unpack=block_fp8.unpacked,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,21 +11,31 @@ import torch
 
 from megalite.atomic_files import writing
 from megalite.checkpoint import Contents, Plan, TrainingState, manifest
-from megalite.checkpoint.compatibility import check_same_function, model_config, saved_section
+from megalite.checkpoint.compatibility import check_same_function, model_config, saved_section, with_rotary_of
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.fingerprint import BASE, fingerprint_of
+from megalite.checkpoint.fingerprint import BASE, fingerprint_of, has_places
 from megalite.checkpoint.manifest import MASTER, MEAN, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Source, widest
-from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megalite.config.adapters import AdaptersConfig
+from megalite.config.kinds.sparse_attention import without_indexers
 from megalite.config.model import as_gpt
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
+from megalite.config.prediction import without_depths
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.validate_model import uneven_widths
 from megalite.conversion import peft
-from megalite.conversion.adapters import Adapters
+from megalite.conversion.adapters import Adapters, Joined, check_finite
 from megalite.conversion.huggingface import copy_companions, open_huggingface, tokenizer_folder
 from megalite.conversion.opened import (
     OpenedModel,
@@ -43,6 +53,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.pipeline.stages import Stages
 from megalite.process.progress import Advance
+from megalite.small_files import shown
 from megalite.storage import AnyPath, open_directory
 
 FILE = 5 * 10**9
@@ -72,13 +83,15 @@ def open_folder(
     return replace(opened, path=str(path.absolute() if isinstance(path, Path) else path))
 
 
-def open_megalite(path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool = False) -> OpenedModel:
+def open_megalite(
+    path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool = False, base: str | None = None
+) -> OpenedModel:
     """Open the checkpoint in a folder, or the latest checkpoint of a run directory. Adapters are merged.
 
     `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from
     the optimizer's master weights, if these are saved. `mean`: take the mean of weights that the run has kept, rounded
-    to `dtype` or to the saved one, in place of the weights; frozen weights are their own. Raises CheckpointError if no
-    checkpoint, or no mean, can be read.
+    to `dtype` or to the saved one, in place of the weights; frozen weights are their own. `base`: where the base of
+    adapters is now; None: where it was. Raises CheckpointError if no checkpoint, or no mean, can be read.
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
@@ -109,10 +122,10 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool
     adapters = saved_section(reader.path, config, AdaptersConfig)
     merged = None
     if adapters.lora_rank is not None:
-        base = open_base(reader.path, config)
-        check_same_function(base.what, base.config, model)
-        merged = Adapters(adapters, base.source, source, tensors_of_training(model), base.path)
+        merged = _with_base(reader.path, config, adapters, model, source, base)
         source = merged.merged()
+    elif base is not None:
+        raise CheckpointError(f"--base {base}: {reader.path} has no adapters, and all of its weights: drop it")
     return OpenedModel(
         f"megalite, {reader.path}",
         model,
@@ -125,41 +138,82 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None, *, mean: bool
     )
 
 
-def open_base(
-    path: AnyPath, config: Mapping[str, Any], elsewhere: str | None = None, *, verify: bool = True
-) -> OpenedModel:
-    """Open the base of the adapters in the checkpoint at `path`, whose configuration names it.
+def named_base(path: AnyPath, config: Mapping[str, Any]) -> str | None:
+    """Return the folder of the base of the adapters in the checkpoint at `path`; None: it was drawn from the seed.
 
-    Raises CheckpointError if it cannot be opened, or has other weights.
-
-    Args:
-        elsewhere: where it may be, if it is not in its old place.
-        verify: read all of its weights, and compare their fingerprint.
+    Raises CheckpointError if it is no name of a folder.
     """
-    named = config.get(BASE, {})
-    places = [place for place in (named.get("path"), elsewhere) if isinstance(place, str)]
-    opened, problems = None, []
-    for place in places:
+    named = config.get(BASE, {}).get("path")
+    if named is None or (isinstance(named, str) and "\0" not in named):
+        return named
+    raise CheckpointError(f"{path} names the base of its adapters {shown(named)}, which is no folder")
+
+
+def open_base(path: AnyPath, places: Sequence[str | None], flag: str) -> OpenedModel:
+    """Open the base of the adapters in the checkpoint at `path`: in the first of these places that has a model.
+
+    `flag`: the one that names another place. Raises CheckpointError if it is in none.
+    """
+    problems = []
+    for place in filter(None, places):
         try:
-            opened = open_folder(open_directory(place), torch.float32)
-            break
+            return open_folder(_whole_model(open_directory(place)), torch.float32)
         except CheckpointError as error:
             problems.append(str(error))
-    if opened is None:
-        why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
-        raise CheckpointError(f"{path} has adapters of a base that cannot be opened (--load BASE names another): {why}")
-    if not verify:
-        return opened
-    training, precise = saved_section(path, config, TrainingConfig), kept_in_fp32(opened.config)
-    dtype = getattr(torch, training.dtype)
+    why = "; ".join(problems) or "it was drawn from the seed, and no folder has it"
+    raise CheckpointError(f"{path} has adapters of a base that cannot be opened ({flag} names another): {why}")
+
+
+def _whole_model(place: AnyPath) -> AnyPath:
+    """Return the checkpoint or the Hugging Face folder of a place. Raises CheckpointError if it has adapters alone."""
+    if CheckpointConfig(load=str(place)).loads_huggingface:
+        folder, has_adapters = place, not (place / "config.json").is_file()
+    else:
+        folder = resolve(place)
+        adapters = saved_section(folder, manifest.read_manifest(folder).config, AdaptersConfig)
+        has_adapters = adapters.lora_rank is not None
+    if has_adapters:
+        raise CheckpointError(f"{folder} has adapters itself")
+    return folder
+
+
+def _with_base(
+    path: AnyPath,
+    config: Mapping[str, Any],
+    adapters: AdaptersConfig,
+    model: ModelConfig,
+    own: Source,
+    place: str | None,
+) -> Adapters:
+    """Return the adapters of a checkpoint, whose tensors and modules' state are in `own`, with their base.
+
+    `place`: where it is now; None: where it was. Raises CheckpointError if it cannot be opened, or has other weights,
+    or if adapters are damaged.
+    """
+    base = open_base(path, [place or named_base(path, config)], "--base of generate, evaluate and convert")
+    function, changed = with_rotary_of(base.config, model)  # as a run may change them, with weights that stay
+    alone, own_function = (without_depths(without_indexers(each)) for each in (function, model))
+    check_same_function(base.what, alone, own_function)
+    tensors = tensors_of_training(model)
+    weights = [name for name in tensors if not name.startswith(STATE)]
+    if missing := [name for name in weights if name not in base.source.tensors]:
+        raise CheckpointError(f"{base.what}, the base of the adapters in {path}, lacks {', '.join(missing[:8])}")
+    dtype, precise = getattr(torch, saved_section(path, config, TrainingConfig).dtype), kept_in_fp32(model)
 
     def dtype_of(name: str) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32) if name in precise else dtype
 
-    names = [name for name in opened.source.tensors if not name.startswith(STATE)]
-    if fingerprint_of(opened.source, names, dtype_of) != named.get("fingerprint"):
-        raise CheckpointError(f"{path} has adapters of other weights than {opened.what} has now: bring these back")
-    return opened
+    expected = config.get(BASE, {}).get("fingerprint")
+    if fingerprint_of(base.source, weights, dtype_of, places=has_places(expected)) != expected:
+        raise CheckpointError(
+            f"{path} has adapters of other weights than {base.what} has now: bring these back, or name their folder "
+            "(--base)"
+        )
+    factors = Renamed(own, {name: name for name in own.tensors if not name.startswith(STATE)})
+    check_finite(factors, path)
+    states = Renamed(own, {name: name for name in own.tensors if name.startswith(STATE)})
+    source = Joined(Renamed(base.source, {name: name for name in weights}), states)
+    return Adapters(adapters, source, factors, tensors, base.path, changed)
 
 
 def write_megalite(

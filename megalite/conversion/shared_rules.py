@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megalite.conversion.block_fp8 import quantization
 from megalite.conversion.config_keys import fixed, key
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, QUERY, MappedBox, Rule, linear, norm, table
 
@@ -14,8 +15,10 @@ KEY_OR_VALUE = "(groups width) hidden -> groups 1 width hidden", "(groups width)
 _GATE_OR_UP = "ffn hidden -> 1 ffn hidden", "ffn -> 1 ffn"
 
 _UNUSED = {"is_encoder_decoder": False, "tie_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
-OF_ALL = tuple(fixed(name, value, written=False) for name, value in ({"is_causal": True} | _UNUSED).items())
-"""Keys of every family."""
+WITHOUT_BLOCKS = tuple(fixed(name, value, written=False) for name, value in ({"is_causal": True} | _UNUSED).items())
+"""Keys of every family, also of one that has another quantization."""
+OF_ALL = (*WITHOUT_BLOCKS, quantization())
+"""Keys of every other family."""
 WIDTHS = (
     key("vocab_size", "vocab_size"),
     key("hidden_size", "hidden_size"),

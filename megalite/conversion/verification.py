@@ -14,8 +14,9 @@ from torch import Tensor
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.tensors import Source
+from megalite.conversion.block_fp8 import all_tiles_are_full
 from megalite.conversion.huggingface import family_of
-from megalite.conversion.huggingface_files import read_config
+from megalite.conversion.huggingface_files import open_files, read_config
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -65,14 +66,15 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
 
 
 def _can_judge(folder: Path) -> bool:
-    """Tell if transformers is there, knows a folder's kind of model, and needs no kernels of a GPU for its weights."""
+    """Tell if transformers is there, knows a folder's kind of model, and can make weights of its blocks, if any."""
     if find_spec("transformers") is None:
         return False
     from transformers import CONFIG_MAPPING
 
     config = read_config(folder)
     in_fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
-    return config.get("model_type") in CONFIG_MAPPING and not in_fp8
+    makes_weights = not in_fp8 or (find_spec("accelerate") is not None and all_tiles_are_full(open_files(folder)))
+    return config.get("model_type") in CONFIG_MAPPING and makes_weights
 
 
 def _tokens(model: OpenedModel) -> Tensor:
@@ -114,7 +116,11 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights.
+    """Load a folder's model in fp32.
+
+    Raises CheckpointError if transformers finds missing or unexpected weights, or makes no weights of its blocks.
+
+    Weights in blocks of fp8 are dequantized, also where a GPU could multiply them as they are.
 
     It leaves out layers that predict further tokens, but knows their names only in models of published sizes.
     """
@@ -125,7 +131,16 @@ def load_with_transformers(folder: Path) -> Any:
 
     transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM  # Any, because its annotations omit the second result
-    model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
+    options: dict[str, Any] = {}
+    if (blocks := config.get("quantization_config") or {}).get("quant_method") == "fp8":
+        if not all_tiles_are_full(open_files(folder)):
+            raise CheckpointError(f"{folder} has matrices with tiles below 128 x 128, of which transformers makes none")
+        options["quantization_config"] = transformers.FineGrainedFP8Config(
+            dequantize=True, modules_to_not_convert=blocks.get("modules_to_not_convert")
+        )
+    model, info = reader.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **options
+    )
     info["unexpected_keys"] = {name for name in info["unexpected_keys"] if not re.fullmatch(further, name)}
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:

@@ -45,16 +45,18 @@ class TrainedModel:
     """Names of tensors of the checkpoint that are not loaded: those that only predict further tokens."""
 
 
-def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
+def open_model(load: str | AnyPath, *, mean: bool = False, base: str | None = None) -> TrainedModel:
     """Read the description of a checkpoint, of the latest checkpoint of a run directory, or of a Hugging Face folder.
 
-    `mean`: take the mean of the weights that a run has kept (--ema) in place of the weights. Raises CheckpointError if
-    there is no model.
+    `mean`: take the mean of the weights that a run has kept (--ema) in place of the weights. `base`: where the base of
+    a checkpoint's adapters is now (--base); None: where it was. Raises CheckpointError if there is no model.
     """
     directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
         if mean:
             raise CheckpointError(f"--ema: {load} is a Hugging Face folder, which has no mean of the weights: drop it")
+        if base is not None:
+            raise CheckpointError(f"--base {base}: {load} is a Hugging Face folder, which says itself what it is of")
         opened = open_folder(directory, depths=False).without_depths()
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
@@ -62,9 +64,11 @@ def open_model(load: str | AnyPath, *, mean: bool = False) -> TrainedModel:
     path = resolve(directory)
     config = checkpoint.read_config(path)
     adapters = checkpoint.saved_section(path, config, AdaptersConfig)
-    merged = None if adapters.lora_rank is None else open_megalite(path).without_depths()
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
+    merged = None
+    if adapters.lora_rank is not None or base is not None:
+        merged = open_megalite(path, dtype if mean else None, mean=mean, base=base).without_depths()
     model = checkpoint.model_config(path, config)
     left_out = frozenset(in_checkpoint(tensors_of_depths(model)))
     length, ends = data.seq_length, data.eos_token_ids
@@ -92,7 +96,7 @@ def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
     """
     network = make_network(model.config, mesh, model.dtype)
     opened, fresh = model.opened, set[str]()
-    if model.mean:
+    if opened is None and model.mean:
         opened, fresh = open_megalite(model.path, model.dtype, mean=True), states_of_training(model.config)
     if opened is not None:
         checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh, fresh)

@@ -3,35 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.adapters import AdaptersConfig
+from megalite.config.adapters import AdaptersConfig, is_target
 from megalite.errors import MegaliteError
 from megalite.modules.records import SEQUENCE_PARALLEL
-from megalite.parallel.adapter import adaptable_matrices, add_adapters, is_target
+from megalite.parallel.adapter import adaptable_layers, add_adapters, named
 
 
 class AdaptedLinear(nn.Linear):
     """A plain `nn.Linear` with an adapter. Its weight and bias keep their names."""
 
-    def __init__(self, linear: nn.Linear, config: AdaptersConfig) -> None:
-        """Take the parameters of a layer over."""
-        assert config.lora_rank is not None
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias, self.scale = linear.weight, linear.bias, config.lora_scale
-        self.lora_a = nn.Parameter(linear.weight.new_empty(config.lora_rank, self.in_features))
-        self.lora_b = nn.Parameter(linear.weight.new_zeros(self.out_features, config.lora_rank))
-        nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
-        if hasattr(linear.weight, SEQUENCE_PARALLEL):
-            for factor in (self.lora_a, self.lora_b):
-                setattr(factor, SEQUENCE_PARALLEL, getattr(linear.weight, SEQUENCE_PARALLEL))
+    scale: float
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) + self.scale * F.linear(F.linear(input, self.lora_a), self.lora_b)
+
+
+def _adapt(linear: nn.Linear, rank: int, scale: float) -> None:
+    """Give a layer an adapter. It stays the same object: all that refer to it have the adapter, and its hooks stay."""
+    weight = linear.weight
+    linear.__class__ = AdaptedLinear
+    assert isinstance(linear, AdaptedLinear)
+    linear.scale = scale
+    linear.lora_a = nn.Parameter(weight.new_empty(rank, linear.in_features))
+    linear.lora_b = nn.Parameter(weight.new_zeros(linear.out_features, rank))
+    nn.init.kaiming_uniform_(linear.lora_a, a=math.sqrt(5))
+    if hasattr(weight, SEQUENCE_PARALLEL):
+        for factor in (linear.lora_a, linear.lora_b):
+            setattr(factor, SEQUENCE_PARALLEL, getattr(weight, SEQUENCE_PARALLEL))
 
 
 def add_lora(
@@ -59,7 +64,8 @@ def add_lora(
         use_dora: train the lengths of rows apart, in parallel layers.
 
     Raises:
-        MegaliteError: a name is that of no layer, or the rank is more than a matrix can have.
+        MegaliteError: an argument is out of its range, a name is that of no layer, or an adapter is one that a layer
+            cannot have. The module is then as it was.
     """
     config = AdaptersConfig(
         lora_rank=rank,
@@ -68,19 +74,41 @@ def add_lora(
         use_rslora=use_rslora,
         use_dora=use_dora,
     )
-    plain = {name: each for name, each in module.named_modules() if type(each) is nn.Linear}
-    names = [*(matrix.name for matrix in adaptable_matrices(module)), *plain]
+    layers = adaptable_layers(module)
+    plain: dict[str, nn.Linear] = {}
+    for name, each in module.named_modules(remove_duplicate=False):
+        if type(each) is nn.Linear:
+            plain[name] = each
+    chosen = {name: linear for name, linear in plain.items() if is_target(name, config.lora_target_modules)}
+    for problem in _problems(config, target_modules, chosen):
+        raise MegaliteError(f"add_lora: {problem}")
     for target in target_modules:
-        if not any(is_target(name, [target]) for name in names):
-            shown = ", ".join(names[:8]) or "none"
+        matrices = [matrix for layer in layers for matrix in layer.matrices()]
+        if not named(matrices, [target]) and not any(is_target(name, [target]) for name in plain):
+            shown = ", ".join([*(matrix.name for matrix in matrices), *filter(None, plain)][:8]) or "none"
             raise MegaliteError(f"add_lora: no linear layer of this module is {target}; it has {shown}")
+    for layer in layers:
+        layer.chosen(config)
     add_adapters(module, config)
-    for name, linear in plain.items():
-        if is_target(name, config.lora_target_modules):
-            if use_dora:
-                raise MegaliteError(f"add_lora: {name} is a plain nn.Linear, and use_dora is for parallel layers")
-            if rank > min(linear.in_features, linear.out_features):
-                raise MegaliteError(f"add_lora: rank={rank} is more than {name} can have: it is {linear}")
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, AdaptedLinear(linear, config))
+    for linear in {id(each): each for each in chosen.values()}.values():
+        _adapt(linear, rank, config.lora_scale)
     return module
+
+
+def _problems(config: AdaptersConfig, targets: Sequence[str], plain: dict[str, nn.Linear]) -> Iterator[str]:
+    """Yield what is wrong with the arguments. `plain`: the chosen layers that are no parallel ones, by name."""
+    rank, alpha = config.lora_rank, config.lora_alpha
+    if type(rank) is not int or rank < 1:
+        yield f"rank={rank} must be a whole number above 0"
+        return
+    if alpha is not None and (type(alpha) not in (int, float) or not 0 < alpha < math.inf):
+        yield f"alpha={alpha} must be a number above 0, or None for the rank"
+    if isinstance(targets, str):
+        yield f"target_modules={targets!r} must be a list of names"
+    if not targets:
+        yield "target_modules names nothing to adapt: give names, or leave it out for all linear layers"
+    for name, linear in plain.items():
+        if config.use_dora:
+            yield f"{name or 'the module'} is a plain nn.Linear, and use_dora is for parallel layers"
+        if rank > min(linear.in_features, linear.out_features):
+            yield f"rank={rank} is more than {name or 'the module'} can have: it is {linear}"

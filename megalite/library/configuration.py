@@ -235,8 +235,9 @@ def _with_settings(config: TaskConfig, settings: Mapping[str, Any], own: Collect
 def _taken(*, of_gpt: bool) -> set[str]:
     """Return the names of the settings that a run takes under the names of flags."""
     names = set[str]()
+    sections = {each.name for each in fields(RunConfig if of_gpt else TaskConfig)} - {"model", "data"}
     for section, kind in section_types().items():
-        if section in ("model", "data"):
+        if section not in sections:
             continue
         all_names = {entry.name for entry in fields(kind)}
         some = " ".join(each[section] for each in (_TAKEN, _OF_A_GPT if of_gpt else {}) if section in each).split()

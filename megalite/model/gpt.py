@@ -26,6 +26,7 @@ from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import UNROUNDED, Roundings
 from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.parallel.stage_module import Inside, StageModule, inside_forward
@@ -52,6 +53,7 @@ class GPT(StageModule):
         loss: LossConfig | None = None,
         dtype: torch.dtype = torch.float32,
         attention_ways: tuple[AttentionWay, ...] = (AttentionWay(),),
+        roundings: Roundings = UNROUNDED,
     ) -> None:
         """Build this rank's part on the mesh's device. Parameter values are not set yet (see `initialize`).
 
@@ -60,6 +62,7 @@ class GPT(StageModule):
             tied_ranks: the ranks that hold the word embedding or an output layer tied to it; None for this rank alone.
             tied: the weight of the word embedding, if another stage on this rank has it.
             attention_ways: see `ParallelContext`.
+            roundings: how layers and depths round the operands of their products.
         """
         super().__init__()
         if config.vocab_size is None:
@@ -84,7 +87,7 @@ class GPT(StageModule):
         word = replace(word, replica_ranks=copies, grad_is_partial=len(copies) > 1)
         self.embedding = self._make_embedding(word) if stage_layers.embedding else None
         self.layers = nn.ModuleList(
-            Block(config, context, layer, self.recompute)
+            Block(config, replace(context, rounding=roundings.of_layer(layer)), layer, self.recompute)
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
@@ -100,7 +103,8 @@ class GPT(StageModule):
                     own.sharding = replace(own.sharding, uses=(Use(times=2),))
                 elif own is not None:
                     own.sharding, use = replace(own.sharding, uses=(Use(), Use(chunk=chunk))), 1
-                self.prediction = Prediction(config, context, word if own is None else own, use, self.recompute)
+                of_depths = replace(context, rounding=roundings.of_depths)
+                self.prediction = Prediction(config, of_depths, word if own is None else own, use, self.recompute)
                 own = self.prediction.embedding.word.weight
             if own is not None and not config.untie_embeddings_and_output_weights:
                 lookups = [replace(each, late_sum=True) for each in own.sharding.uses]
@@ -110,6 +114,8 @@ class GPT(StageModule):
                 weight, use = token_table(context, "output", shape, padded, config.init_method_std), 0
             cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
             output = OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig(), use)
+            # Depths that leave the output layer as it is would train what adapts it.
+            output.can_have_adapters = config.untie_embeddings_and_output_weights and not config.mtp_detach_heads
             self.head = Head(norm, output, 1.0 / config.logits_scaling)
         if config.trains_indexers_alone:
             self.requires_grad_(False)
@@ -122,7 +128,7 @@ class GPT(StageModule):
         config = self.config
         if config.position_embedding_type == "learned_absolute" and config.max_position_embeddings is None:
             raise ValueError("a learned position table needs max_position_embeddings")
-        return Embedding(
+        embedding = Embedding(
             self.context,
             word,
             config.hidden_size,
@@ -131,6 +137,8 @@ class GPT(StageModule):
             scale=embedding_scale(config, self.dtype),
             dropout=config.hidden_dropout,
         )
+        embedding.word.can_have_adapters = not config.shares_embedding
+        return embedding
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules that forward runs in order. Together they own all parameters."""
@@ -349,6 +357,7 @@ class NetworkOptions(TypedDict, total=False):
     loss: LossConfig
     dtype: torch.dtype
     attention_ways: tuple[AttentionWay, ...]
+    roundings: Roundings
 
 
 def make_chunks(

@@ -92,6 +92,8 @@ class LossConfig:
 class OutputLayer(ColumnParallelLinear):
     """Layer that computes logits from hidden states, or losses if labels are given."""
 
+    lacks = ("lora_dropout",)
+
     def __init__(
         self,
         context: ParallelContext,
@@ -152,7 +154,7 @@ class OutputLayer(ColumnParallelLinear):
         return torch.stack([vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options), values])
 
     def _losses(self, input: Tensor, labels: Tensor, options: LossOptions, frozen: bool = False) -> Tensor:
-        if not self.fused:
+        if not self.fused or self.update is not None:  # the fused product has no second one beside it
             logits = super().forward(input, frozen=frozen)
             return vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options)
         weight, group, split = self.weights[0], self.group, self.sequence_parallel

@@ -11,7 +11,7 @@ gradient on, so its loss trains the indexer alone, and no other loss trains it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Indexer(nn.Module):
         """
         super().__init__()
         self.sizes = sizes
+        context = replace(context, rounding=None)  # which keys are chosen must not follow from few bits
 
         def matrix(part: str, shape: tuple[int, ...], pattern: str) -> LogicalTensor:
             return LogicalTensor(f"{name}.{part}", shape, Normal(std), True, pattern)

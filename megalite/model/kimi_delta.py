@@ -12,7 +12,7 @@ with one head's width between them; every rank has the first one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +74,9 @@ class KimiDelta(nn.Module):
             for part in ("decay", "gate")
         ]
         self.first = context.parameter(stacked([context.replicated(tensor) for tensor in first]))
+        plain = replace(context, rounding=None)  # narrow, and decays multiply over all tokens
         self.decay, self.gate = (
-            ColumnParallelLinear(context, "heads", [by_heads(context, [projection(f"{part}_b", width)])])
+            ColumnParallelLinear(plain, "heads", [by_heads(context, [projection(f"{part}_b", width)])])
             for part in ("decay", "gate")
         )
         shape = (heads, width, taps)

@@ -7,6 +7,7 @@ saved. Shared experts are one dense layer that processes every token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.adapters import AdaptersConfig
-from megalite.errors import ConfigurationError
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.router import Router
@@ -36,6 +36,8 @@ from megalite.parallel.stage_module import Inside
 
 class Experts(Adaptable):
     """This rank's experts: down(weight * activation(up(x))), or down(weight * activation(gate(x)) * up(x))."""
+
+    lacks = ("lora_dropout", "use_dora")
 
     def __init__(self, context: ParallelContext, name: str, experts: int, sizes: FeedForwardSizes) -> None:
         super().__init__()
@@ -64,7 +66,20 @@ class Experts(Adaptable):
             self.down_bias = context.parameter(added_once)
         self.over = context.group("expert ffn")
         self.adds_bias = self.over.rank == 0
-        self.up_product, self.down_product = grouped_linear, activated_grouped_linear
+        # One scale for all rows of an expert would follow from which micro-batches the ranks have.
+        if context.rounding is not None and not context.rounding.recipe.block:
+            context = replace(context, rounding=None)
+        self.products = context.products(rows=self.over)
+        """Products with the first matrix."""
+        self.count = self.up.sharding.pieces[0].box.size[0]
+        """Number of experts on this rank."""
+        self.up_product: Callable[..., Tensor] = partial(grouped_linear, products=self.products)
+        of_down = context.products(columns=self.over)
+        self.products.take(self.up, self.count)
+        of_down.take(self.down, self.count)
+        self.down_product: Callable[..., Tensor] = partial(activated_grouped_linear, products=of_down)
+        shares_rows = context.rounding is not None and context.rounding.recipe.name == "nvfp4" and self.over.size > 1
+        self.inside = [Inside("largest values of rows", "etp")] if shares_rows else []
         self.gated, self._down_adapter = sizes.activation.gated, cast(int | None, None)
         self._up_adapters: dict[int, int] = {}
         """Numbers of the adapters of the first matrix, or of its gate and of the rest."""
@@ -95,29 +110,18 @@ class Experts(Adaptable):
         """See `Adaptable`. Each matrix has factors of its own, since rows are multiplied by expert."""
         assert config.lora_rank is not None
         rank, chosen = config.lora_rank, self.chosen(config)
-        if chosen and (config.use_dora or config.lora_dropout):
-            flag = "--use-dora" if config.use_dora else "--lora-dropout"
-            raise ConfigurationError(
-                f"{flag}: experts such as {chosen[0].name} have plain LoRA alone: leave the flag out, or name what to "
-                "adapt without them (--lora-target-modules)"
-            )
         self.a_of_experts, self.b_of_experts = nn.ParameterList(), nn.ParameterList()
         for number, matrix in enumerate(chosen):
             is_down = matrix.tensor == self.down.sharding.pieces[0].tensor
-            weight, over = (self.down, (None, self.over)) if is_down else (self.up, (self.over, None))
-            (piece,) = weight.sharding.pieces
-            for factor, those, ranks in zip((matrix.a(rank), matrix.b(rank)), self._factors(), over, strict=True):
-                place = factor.place(piece, weight.sharding, ranks)
-                those.append(Parameter(place, weight.dtype, weight.device))
+            weight, with_a, with_b = (self.down, None, self.over) if is_down else (self.up, self.over, None)
+            self.a_of_experts.append(matrix.a(rank).beside(weight, with_a))
+            self.b_of_experts.append(matrix.b(rank).beside(weight, with_b))
             if is_down:
                 self._down_adapter = number
             else:
                 self._up_adapters[0 if matrix.part is None else matrix.part[1]] = number
         self._scale = config.lora_scale
         return [matrix.name for matrix in chosen]
-
-    def _factors(self) -> tuple[nn.ParameterList, nn.ParameterList]:
-        return self.a_of_experts, self.b_of_experts
 
     def _up_update(self, rows: Tensor, groups: ExpertRows) -> Tensor:
         """Return what adapters add to the inner states: [rows, ffn], or [rows, 2 * ffn] with a gate."""

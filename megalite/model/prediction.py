@@ -160,6 +160,7 @@ class FurtherEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, word: Parameter | Sharding, use: int) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(context, word, use=use)
+        self.word.can_have_adapters = False
         self.scale, self.dropout = embedding_scale(config, context.dtype), config.hidden_dropout
         self.detached, self.shards = config.mtp_detach_heads, context.shards
 

@@ -278,14 +278,16 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:
-        """Update the states by what the tallies of a step add up to."""
+        """Update the states by what the tallies of a step add up to. A frozen router keeps what decides its choices."""
+        trained = self.weight.requires_grad
         if self.quantile_offset is not None:
             totals, sums = totals.split([2 * self.num_experts + 1, self.num_experts + 1])
+        if self.quantile_offset is not None and trained:
             offset = self.quantile_offset.values
             offset.copy_(next_offset(offset, sums, self.config.moe_router_quantile_balancing_ema))
         self.load = totals
         counts, unbiased, _ = totals.split([self.num_experts, self.num_experts, 1])
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and trained:
             # Compared in whole numbers: the sign is exact for any number of tokens.
             missing = (counts.sum() - self.num_experts * counts).sign()
             bias = self.expert_bias.values

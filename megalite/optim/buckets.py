@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalite.offload.transfers import Copy, Transfers
 from megalite.optim.accumulator import Accumulator, StepCollective
+from megalite.optim.codes import BucketCodes
 from megalite.optim.fixed_point import FixedPoint
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, bucket_layouts, unique_parameters
@@ -108,9 +109,14 @@ class ParameterBucket:
         self._transfers = options.slices_on_host if self.zero_stage == 3 else None
         self._fetched: tuple[Tensor, Copy] | None = None
         self._last_fetch: Copy | None = None
+        self.codes: BucketCodes | None = None
+        """Codes of the parameters, if they are gathered in place of values."""
         if self.zero_stage == 3:
             own = self.parameter_shard
             self.parameter_shard = own.clone() if self._transfers is None else self._transfers.copied_to_host(own)
+            if first.coded is not None:
+                self.codes = BucketCodes(self.slots, self.owned_range[0], shard_group)
+                self.parameters = torch.empty(layout.length, dtype=torch.uint8, device=first.device)
             free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
         self.keeps_gathered = False
@@ -151,6 +157,8 @@ class ParameterBucket:
             if self._fetched is not None:
                 (own, copy), self._fetched = self._fetched, None
                 copy.wait()
+            if self.codes is not None:
+                own = self.codes.of_slice(own)
             allocate_storage(self.parameters)
         self._pending_gather = collectives.all_gather_async(own, self.shard_group, out=self.parameters)
 
@@ -161,9 +169,16 @@ class ParameterBucket:
             self._last_fetch = self._transfers.begin("to device", self.parameter_shard, place)
             self._fetched = place, self._last_fetch
 
-    def drop_fetched(self) -> None:
-        """Forget a slice that was fetched for a block that was not reached: the next gather fetches it again."""
+    def begin_uses(self) -> None:
+        """Take this rank's slice as unchanged until `end_uses`: its codes are made once, if it is on the device."""
+        if self.codes is not None and not self.slice_on_host:
+            self.codes.keep()
+
+    def end_uses(self) -> None:
+        """Forget codes, and a slice that was fetched for a block that was not reached: a gather makes them again."""
         self._fetched = None
+        if self.codes is not None:
+            self.codes.drop()
 
     def release_slice(self) -> None:
         """Wait until the slice on the host may change. One that was fetched before is not used."""
@@ -182,12 +197,17 @@ class ParameterBucket:
         if self._pending_gather is not None:
             self._pending_gather.wait()
             self._pending_gather = None
+            if self.codes is not None:
+                self.codes.hand_over(self.parameters)
 
     def free_parameters(self) -> None:
         """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
         if self.zero_stage == 3 and not self.keeps_gathered:
             self.finish_parameter_gather()
             free_storage(self.parameters)
+            for slot in self.slots:
+                if slot.parameter.codes:
+                    slot.parameter.codes.clear()
 
 
 class Bucket(ParameterBucket):

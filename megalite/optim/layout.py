@@ -155,7 +155,8 @@ def bucket_layouts(
         ranks = (record.expert, record.replica_ranks, record.grad_is_partial)
         first = record.pieces[0].tensor
         uses = tuple(replace(use, times=1) for use in record.uses)  # each parameter's own number is no reason to part
-        kind = (parameter.dtype, first.fp32, first.optimizer, *ranks, uses, *chunks_of[id(parameter)])
+        held = (parameter.dtype, first.fp32, first.optimizer, parameter.coded is not None)
+        kind = (*held, *ranks, uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

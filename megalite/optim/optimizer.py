@@ -229,6 +229,8 @@ class Optimizer:
                 )
         for copy in self._host_copies:
             copy.drop_gradients()
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.begin_uses()
         for bucket in self.updated:
             bucket.begin_step(micro_batches)
             for accumulator in bucket.accumulators:
@@ -282,8 +284,8 @@ class Optimizer:
         """
         for part in self._completion():
             part.run()
-        for bucket in (*self.buckets, *self.frozen) if self.options.slices_on_host is not None else ():
-            bucket.drop_fetched()
+        for bucket in (*self.buckets, *self.frozen):
+            bucket.end_uses()
         return self.measure(loss_scale)
 
     def measure(self, loss_scale: float = 1.0) -> StepResult:

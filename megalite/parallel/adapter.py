@@ -4,11 +4,10 @@ A layer with the frozen weights W has two small matrices for each matrix that it
 
     y = W x + scale * B (A x);    with DoRA, (|W| + m) / |W + scale * B A| * (W x + scale * B (A x)), by row
 
-Matrices are those that the records of the weights name (`LogicalTensor.matrices`): a fused weight has adapters for each
-part by itself, as PEFT has. Their places follow from that of the weight. A rank has the rows of B that it has of W, and
-the columns of A. What is not split (A of a column-parallel layer, B of a row-parallel one) has a gradient that is
-partial over the ranks of the layer. So A x is one more product of the input that the layer gathers anyway, and B is
-applied before the sum over the ranks: adapters send no messages of their own.
+A rank has the rows of B that it has of W, and the columns of A (`adapter_matrices.py`). What is not split (A of a
+column-parallel layer, B of a row-parallel one) has a gradient that is partial over the ranks of the layer. So A x is
+one more product of the input that the layer gathers anyway, and B is applied before the sum over the ranks: adapters
+send no messages of their own.
 
 DoRA learns the difference m between the lengths of rows and their first ones, which begins with zeros whatever the
 weights are. As in PEFT, the norm has no gradient.
@@ -19,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -28,152 +27,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.config.adapters import SHORT_NAMES, AdaptersConfig
+from megalite.config.adapters import AdaptersConfig, is_target
+from megalite.config.fields import flag_of
 from megalite.errors import ConfigurationError
 from megalite.parallel import collectives
+from megalite.parallel.adapter_matrices import MAGNITUDE, A, B, Matrix, matrices_of, row_factors
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import Runs, SequenceLayout
-from megalite.parallel.sharding import Box, Constant, Drawn, LogicalTensor, Piece, Sharding
-
-A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
-"""Last words of the names of adapters' tensors, behind the name of a matrix."""
-
-
-@dataclass(frozen=True)
-class Even:
-    """Initial values drawn evenly between -bound and bound."""
-
-    shape: tuple[int, ...]
-    bound: float
-
-    def __call__(self, generator: torch.Generator) -> Tensor:
-        return (torch.rand(self.shape, generator=generator) * 2 - 1) * self.bound
-
-
-@dataclass(frozen=True)
-class Factor:
-    """A tensor of an adapter, whose dimensions are some of those of the adapted tensor, and the rank.
-
-    Attributes:
-        dimensions: for each dimension, that of the adapted tensor; None for the rank.
-        columns: number of last dimensions that are the columns of the local matrix; 0 for a vector.
-    """
-
-    tensor: LogicalTensor
-    dimensions: tuple[int | None, ...]
-    rank: int
-    columns: int
-
-    def place(self, piece: Piece, like: Sharding, over: Group | None) -> Sharding:
-        """Return the placement beside a piece of a weight.
-
-        Args:
-            like: the placement of the weight, as which the factor is replicated.
-            over: the ranks of the layer, if each of them has the whole factor and a part of its gradient.
-        """
-        size = self.sizes(piece.box.size)
-        box = Box(tuple(0 if d is None else piece.box.offset[d] for d in self.dimensions), size)
-        splits = tuple((self.dimensions.index(d), axis) for d, axis in piece.splits if d in self.dimensions)
-        rows = math.prod(size[: len(size) - self.columns])
-        shape = (rows, math.prod(size[len(size) - self.columns :])) if self.columns else (rows,)
-        placed = replace(like, local_shape=shape, pieces=(Piece(self.tensor, box, 0, rows, splits),))
-        return placed if over is None else replace(placed, replica_ranks=over.ranks, grad_is_partial=over.size > 1)
-
-    def sizes(self, of_tensor: Sequence[int]) -> tuple[int, ...]:
-        """Return the lengths of the dimensions, given those of the adapted tensor or of a box of it."""
-        return tuple(self.rank if d is None else of_tensor[d] for d in self.dimensions)
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix of a logical tensor, or one of each expert, that can have an adapter.
-
-    Attributes:
-        name: that of the tensor, or of a part of it: `attention.key` and `attention.value` of `attention.key_value`.
-        part: the dimension of the tensor that enumerates its parts, and the number of this one; None if it has none.
-    """
-
-    name: str
-    tensor: LogicalTensor
-    part: tuple[int, int] | None = None
-
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """Dimensions of the tensor that enumerate experts."""
-        return tuple(d for d in self.tensor.matrix_dimensions if self.part is None or d != self.part[0])
-
-    @property
-    def columns(self) -> tuple[int, ...]:
-        """Dimensions of the tensor that are columns: its last ones."""
-        return self.tensor.column_dimensions
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Dimensions of the tensor that are experts and rows."""
-        own = range(len(self.tensor.shape) - len(self.columns))
-        return tuple(d for d in own if self.part is None or d != self.part[0])
-
-    def a(self, rank: int) -> Factor:
-        """Return A, [experts, rank, columns], with PEFT's initial values."""
-        experts, columns = (" ".join(f"d{d}" for d in each) for each in (self.experts, self.columns))
-        pattern = f"{experts} rank {columns} -> {experts or 1} rank ({columns})"
-        factor = self._factor(A, (*self.experts, None, *self.columns), pattern, rank, len(self.columns))
-        drawn = Drawn(Even(factor.tensor.shape, 1 / math.sqrt(self.tensor.matrix_size[1])))
-        return replace(factor, tensor=replace(factor.tensor, initial=drawn))
-
-    def b(self, rank: int) -> Factor:
-        """Return B, [experts and rows as in the tensor, rank], which begins with zeros."""
-        experts, rows, every = (
-            " ".join(f"d{d}" for d in each)
-            for each in (self.experts, [d for d in self.rows if d not in self.experts], self.rows)
-        )
-        return self._factor(B, (*self.rows, None), f"{every} rank -> {experts or 1} ({rows}) rank", rank, 1)
-
-    def factors(self, config: AdaptersConfig) -> list[Factor]:
-        """Return all tensors of an adapter."""
-        rank = config.lora_rank or 0
-        return [self.a(rank), self.b(rank), *([self.magnitude()] if config.use_dora else [])]
-
-    def magnitude(self) -> Factor:
-        """Return the difference of the lengths of rows to their first ones, [experts and rows as in the tensor]."""
-        return self._factor(MAGNITUDE, self.rows, None, 0, 0)
-
-    def _factor(
-        self, word: str, dimensions: tuple[int | None, ...], matrices: str | None, rank: int, columns: int
-    ) -> Factor:
-        tensor = LogicalTensor(f"{self.name}.{word}", (), Constant(0.0), matrices is not None, matrices)
-        factor = Factor(tensor, dimensions, rank, columns)
-        return replace(factor, tensor=replace(tensor, shape=factor.sizes(self.tensor.shape)))
-
-    def check(self, rank: int) -> None:
-        """Raise ConfigurationError for a rank that no update of this matrix has."""
-        if rank > min(self.tensor.matrix_size):
-            rows, columns = self.tensor.matrix_size
-            raise ConfigurationError(
-                f"--lora-rank {rank} is more than {self.name} [{rows}, {columns}] can have: give a lower one, or leave "
-                "the matrix out of --lora-target-modules"
-            )
-
-
-def matrices_of(tensor: LogicalTensor) -> list[Matrix]:
-    """Return the matrices of a tensor that can have adapters; none if its record names none."""
-    if tensor.matrices is None:
-        return []
-    name = tensor.name.removesuffix(".weight")
-    begin, dot, last = name.rpartition(".")
-    words, dimensions = last.split("_"), tensor.matrix_dimensions
-    if dimensions and len(words) == 2 and tensor.shape[dimensions[-1]] == 2:
-        return [Matrix(f"{begin}{dot}{word}", tensor, (dimensions[-1], at)) for at, word in enumerate(words)]
-    return [Matrix(name, tensor)]
-
-
-def is_target(name: str, targets: Sequence[str]) -> bool:
-    """Tell whether `--lora-target-modules` has a matrix of this name."""
-    given = [SHORT_NAMES.get(target, target) for target in targets]
-    return any(fnmatchcase(name, target) or fnmatchcase(name, f"*.{target}") for target in given)
+from megalite.parallel.sharding import Piece, Sharding
 
 
 @dataclass(frozen=True)
@@ -214,18 +78,20 @@ class Term:
         """Return rows of a weight [rows of B, columns]."""
         found = self.piece.view(weight)
         found = found if self.part is None else found.select(*self.part)
-        return found.reshape(self.rows.stop - self.rows.start, -1)
+        return found.reshape(self.rows.stop - self.rows.start, math.prod(found.shape[-self.columns :]))
 
 
 @dataclass(frozen=True)
 class _Products(Gradient):
-    """The gradient of a parameter whose rows are each a factor of one product."""
+    """The gradient of a parameter whose rows are each a factor of one product, in order; behind them is padding."""
 
     products: tuple[tuple[slice, ProductGradient], ...]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         for rows, product in self.products:
             product.add_to(target[rows], overwrite=overwrite)
+        if overwrite:
+            target[self.products[-1][0].stop :].zero_()
 
 
 @dataclass(frozen=True)
@@ -275,18 +141,19 @@ class Update:
             )
         )
 
-    def row_factors(
+    def row_changes(
         self, weights: Sequence[Tensor], a: Tensor, b: Sequence[Tensor], magnitudes: Sequence[Tensor]
     ) -> Tensor:
-        """Return the factors of the output's columns, [width], by which rows get the lengths of DoRA."""
-        # In fp32 or wider: a difference of lengths of a thousandth would be lost in bf16.
+        """Return the factors of the output's columns by which rows get the lengths of DoRA, less 1: [width]."""
+        # In fp32 or wider, and less 1: in bf16, a factor has no difference of a thousandth.
         wide = torch.promote_types(a.dtype, torch.float32)
         factors = torch.ones(self.width, dtype=wide, device=a.device)
         for term in self.terms:
             first, now = self._lengths(term, weights[term.weight], a, b[term.weight])
             columns = term.of_output(torch.arange(self.width, device=a.device)[None]).flatten()
-            factors = factors.index_copy(0, columns, (first + magnitudes[term.weight][term.rows].to(wide)) / now)
-        return factors.to(a.dtype)
+            own = row_factors(first, magnitudes[term.weight][term.rows].to(wide), now)
+            factors = factors.index_copy(0, columns, own)
+        return (factors - 1.0).to(a.dtype)
 
     @torch.no_grad()
     def _lengths(self, term: Term, weight: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -317,7 +184,8 @@ class Adaptable(nn.Module):
 
     Attributes:
         update: what adapters add to the output; None if there are none.
-        can_have_adapters: False for a layer that a loss of its own trains.
+        can_have_adapters: False for a layer that a loss of its own trains, or whose weight another one has, too.
+        lacks: options of adapters, by their fields, that this layer does not compute.
         splits_output: True if a sum over the ranks of the layer leaves each with a part of the tokens.
         a: A of all adapted matrices, one below the other.
         b: B for each adapted weight, by the rows of the weight.
@@ -326,6 +194,7 @@ class Adaptable(nn.Module):
 
     update: Update | None = None
     can_have_adapters = True
+    lacks: tuple[str, ...] = ()
     splits_output = False
     a: Parameter
     b: nn.ParameterList
@@ -349,11 +218,16 @@ class Adaptable(nn.Module):
     def chosen(self, config: AdaptersConfig) -> list[Matrix]:
         """Return those of the matrices that the configuration names.
 
-        Raises ConfigurationError if one of them cannot have adapters of its rank.
+        Raises ConfigurationError if one of them cannot have such adapters.
         """
-        found = [matrix for matrix in self.matrices() if is_target(matrix.name, config.lora_target_modules)]
+        found = named(self.matrices(), config.lora_target_modules)
         for matrix in found:
             matrix.check(config.lora_rank or 0)
+        if found and (lacking := [flag_of(name) for name in self.lacks if getattr(config, name)]):
+            raise ConfigurationError(
+                f"{lacking[0]}: {found[0].name} has adapters without it alone: leave the flag out, or name what to "
+                "adapt without this matrix (--lora-target-modules)"
+            )
         return found
 
     def adapt(self, config: AdaptersConfig) -> list[str]:
@@ -373,11 +247,12 @@ class Adaptable(nn.Module):
                 if piece.tensor.name != matrix.tensor.name:
                     continue
                 of_a.setdefault(matrix.name, matrix.a(rank).place(piece, like, with_a))
-                placed, lengths = (each.place(piece, like, with_b) for each in (matrix.b(rank), matrix.magnitude()))
-                if with_b is not None:  # lengths are applied behind the sum over the ranks
+                placed, behind = matrix.b(rank).place(piece, like, with_b), with_a if matrix.looked_up else with_b
+                lengths = matrix.magnitude().place(piece, like, behind)
+                if behind is not None:  # lengths are applied behind the sum over the ranks
                     lengths = replace(lengths, grad_is_partial=self.splits_output)
                 found.append((placed, lengths))
-                inner, rows = chosen.index(matrix) * rank, placed.local_shape[0]
+                inner, rows = chosen.index(matrix) * rank, placed.pieces[0].rows
                 terms.append(
                     Term(
                         weight=len(adapters),
@@ -389,7 +264,7 @@ class Adaptable(nn.Module):
                         rows=slice(row, row + rows),
                     )
                 )
-                row += rows
+                row += placed.local_shape[0]
             if found:
                 self._adapted.append(number)
                 adapters.append([stacked([each[kind] for each in found]) for kind in range(2)])
@@ -423,7 +298,8 @@ class Adaptable(nn.Module):
             output = product(input, self.update, *weights, self.a, *self.b)
         if self.magnitudes:
             frozen = [self.weights_to_adapt()[number] for number in self._adapted]
-            output = output * self.update.row_factors(frozen, self.a, list(self.b), list(self.magnitudes))
+            changes = self.update.row_changes(frozen, self.a, list(self.b), list(self.magnitudes))
+            output = torch.addcmul(output, output, changes)
         return output
 
     def merged_weight(self, weight: Parameter) -> Tensor:
@@ -434,8 +310,8 @@ class Adaptable(nn.Module):
             raise ConfigurationError(f"--lora-dropout: {self._key} is merged before its input is there: give 0")
         merged = torch.addmm(weight, self.b[0], self.a, alpha=self.update.scale)
         if self.magnitudes:
-            lengths = self.update.row_factors([weight], self.a, list(self.b), list(self.magnitudes))
-            merged = merged * lengths[:, None]
+            changes = self.update.row_changes([weight], self.a, list(self.b), list(self.magnitudes))
+            merged = torch.addcmul(merged, merged, changes[:, None])
         return merged
 
     def rows_of_input(self, places: Places) -> Runs:
@@ -463,15 +339,16 @@ def add_adapters(network: nn.Module, config: AdaptersConfig) -> list[str]:
         The names of these matrices.
     """
     network.requires_grad_(False)
-    return [name for layer in _adaptable(network) for name in layer.adapt(config)]
+    return [name for layer in adaptable_layers(network) for name in layer.adapt(config)]
 
 
-def adaptable_matrices(network: nn.Module) -> list[Matrix]:
-    """Return the matrices of a network that can have adapters."""
-    return [matrix for layer in _adaptable(network) for matrix in layer.matrices()]
+def named(matrices: Iterable[Matrix], targets: Sequence[str]) -> list[Matrix]:
+    """Return the matrices that `--lora-target-modules` names."""
+    return [matrix for matrix in matrices if is_target(matrix.name, targets, is_table=matrix.is_table)]
 
 
-def _adaptable(network: nn.Module) -> list[Adaptable]:
+def adaptable_layers(network: nn.Module) -> list[Adaptable]:
+    """Return the layers of a network that can have adapters."""
     return [each for each in network.modules() if isinstance(each, Adaptable) and each.can_have_adapters]
 
 

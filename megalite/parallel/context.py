@@ -13,6 +13,7 @@ import torch
 from megalite.parallel import placement
 from megalite.parallel.mesh import DENSE_AXES, Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import ALONE, PLAIN, Products, RoundedProducts, Rounding
 from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding
 
 Meaning = Literal["heads", "ffn", "vocabulary", "experts", "expert ffn"]
@@ -53,12 +54,14 @@ class ParallelContext:
         dtype: dtype of weights and activations.
         attention_ways: how each layer of the network computes attention under context parallelism; one for all layers,
             or one per layer.
+        rounding: how linear layers round the operands of their products; None: they do not.
     """
 
     mesh: ParallelMesh
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
     attention_ways: tuple[AttentionWay, ...] = (AttentionWay(),)
+    rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.mesh.size("tp") == 1:
@@ -96,6 +99,13 @@ class ParallelContext:
     def group(self, *meanings: Meaning) -> Group:
         """Return the group of ranks that split dimensions of these meanings."""
         return self.mesh.group(*(axis for meaning in meanings for axis in AXES[meaning]))
+
+    def products(self, *, rows: Group = ALONE, columns: Group = ALONE) -> Products:
+        """Return the products of a linear layer whose outputs (rows) or inputs (columns) these ranks split."""
+        if self.rounding is None:
+            return PLAIN
+        sharers = ALONE if self.rounding.recipe.block else self.mesh.group("cp", *AXES["heads"])
+        return RoundedProducts(self.rounding, rows, columns, sharers)
 
     def split(
         self, tensor: LogicalTensor, dimensions: Mapping[int, Meaning], *, columns: int = 1, padded: int | None = None

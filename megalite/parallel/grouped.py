@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.products import PLAIN, Products
 from megalite.parallel.sharding import Sharding
-from megalite_kernels.grouped import grouped_product, scale_gradients_
+from megalite_kernels.grouped import scale_gradients_
 
 
 class ExpertRows(NamedTuple):
@@ -28,19 +29,19 @@ class ExpertRows(NamedTuple):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Parameter, groups: ExpertRows) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Parameter, groups: ExpertRows, products: Products) -> Tensor:
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
-        ctx.weight, ctx.groups = weight, groups
+        ctx.weight, ctx.groups, ctx.products = weight, groups, products
         ctx.save_for_backward(input)
-        return _product(input, _matrices(weight, groups).transpose(1, 2), groups)
+        return products.of_groups(input, weight, *groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # a deferred gradient must not keep the graph
-        input_gradient = _product(gradient, _matrices(ctx.weight, ctx.groups), ctx.groups)
+        input_gradient = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
         product = GroupedProductGradient(gradient, input, *ctx.groups)
-        return input_gradient, accumulate_grad(ctx.weight, product), None
+        return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
 class _ActivatedGroupedLinear(torch.autograd.Function):
@@ -54,12 +55,12 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         activation: Callable[[Tensor], Tensor],
         weight: Parameter,
         groups: ExpertRows,
+        products: Products,
     ) -> Tensor:
         """Return the products [rows, out]. The input is saved, and activated again in backward."""
-        ctx.weight, ctx.activation, ctx.groups = weight, activation, groups
+        ctx.weight, ctx.activation, ctx.groups, ctx.products = weight, activation, groups, products
         ctx.save_for_backward(input, scale)
-        activated = _scale_(activation(input), scale)
-        return _product(activated, _matrices(weight, groups).transpose(1, 2), groups)
+        return products.of_groups(_scale_(activation(input), scale), weight, *groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,12 +68,12 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         with torch.enable_grad():
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
-        gradient = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
+        gradient = ctx.products.of_groups(gradients[0], ctx.weight, *ctx.groups, backward=True)
         scale_gradient = scale_gradients_(gradient, activated, scale)
         (input_gradient,) = torch.autograd.grad(output, input, gradient)
         # Last: until here, the graph may still use what the activation returned.
         product = GroupedProductGradient(gradients[0], _scale_(activated, scale), *ctx.groups)
-        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None
+        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -90,7 +91,7 @@ class _GroupedBias(torch.autograd.Function):
         return accumulate_grad(ctx.bias, GroupedProductGradient(gradients[0], ones, *ctx.groups)), None, None
 
 
-def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows) -> Tensor:
+def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows, products: Products = PLAIN) -> Tensor:
     """Compute rows_e @ W_e.T for each expert e.
 
     The weight's gradient is accumulated once per backward, for all experts together, even without rows.
@@ -98,6 +99,7 @@ def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows) -> Tens
     Args:
         input: [rows, in], sorted by expert.
         weight: the matrices of this rank's experts, [experts * out, in].
+        products: with rounded operands or not. The gradient of the weight is not rounded.
 
     Returns:
         [rows, out].
@@ -107,12 +109,17 @@ def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows) -> Tens
             or the weight is not one tensor of experts.
     """
     _check(input, input.shape[1], weight, groups)
-    found: Tensor = _GroupedLinear.apply(input, weight, groups)
+    found: Tensor = _GroupedLinear.apply(input, weight, groups, products)
     return found
 
 
 def activated_grouped_linear(
-    input: Tensor, scale: Tensor, activation: Callable[[Tensor], Tensor], weight: Parameter, groups: ExpertRows
+    input: Tensor,
+    scale: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    weight: Parameter,
+    groups: ExpertRows,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
 
@@ -123,7 +130,7 @@ def activated_grouped_linear(
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups)
+    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products)
     return found
 
 
@@ -160,15 +167,6 @@ def _experts(sharding: Sharding) -> int:
             "[experts, 2, ...], and take no more ranks than there are experts"
         )
     return first.box.size[0]
-
-
-def _product(rows: Tensor, matrices: Tensor, groups: ExpertRows) -> Tensor:
-    return grouped_product(rows, matrices, groups.offsets, groups.ends)
-
-
-def _matrices(weight: Tensor, groups: ExpertRows) -> Tensor:
-    """View the weight as [experts, out, in]."""
-    return weight.detach().view(len(groups.offsets) - 1, -1, weight.shape[-1])
 
 
 def _scale_(rows: Tensor, scale: Tensor) -> Tensor:

@@ -20,36 +20,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel import collectives
 from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, accumulate_grad, is_deferred
+from megalite.parallel.parameter import Gradient, Parameter, accumulate_grad, is_deferred
+from megalite.parallel.products import ALONE, PLAIN, Products, as_matrix
 from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
 
 
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
 @dataclass(frozen=True)
 class _GatheredGradient(Gradient):
-    """A `ProductGradient` that gathers one of its factors only when it is added to the buffer."""
+    """A weight gradient that gathers one of its factors only when it is added to the buffer."""
 
+    products: Products
     output_gradient: Callable[[], Tensor]
     input: Callable[[], Tensor]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        ProductGradient(self.output_gradient(), self.input()).add_to(target, overwrite=overwrite)
+        product = self.products.weight_gradient(self.output_gradient(), self.input())
+        product.add_to(target, overwrite=overwrite)
 
 
 def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
     """Return a function that gathers on its first call and returns the same tensor on later calls."""
-    return functools.cache(lambda: _matrix(collectives.all_gather(split, group)))
+    return functools.cache(lambda: as_matrix(collectives.all_gather(split, group)))
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -66,30 +64,33 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         use: int,
+        products: Products,
         update: Update | None,
-        *weights: Tensor,
+        *weights: Parameter,
     ) -> Tensor:
         """Multiply, and save the input as it is split, with A x."""
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
-        ctx.weights, ctx.b = weights, ()
-        whole = collectives.all_gather(input, group) if sequence_parallel else input
+        ctx.weights, ctx.b, ctx.products = weights, (), products
         if update is None and len(weights) == 1:
             ctx.save_for_backward(input)
-            return F.linear(whole, weights[0])
+            return products.forward(input, weights[0], group if sequence_parallel else ALONE)
+        whole = collectives.all_gather(input, group) if sequence_parallel else input
         if update is not None:
             ctx.weights, ctx.b = weights[: -update.weights], weights[-update.weights :]
         multiplied = ctx.weights if update is None else ctx.weights[:-1]
-        make = whole.new_empty if multiplied else whole.new_zeros
-        output = make(*whole.shape[:-1], sum(map(len, multiplied)) if multiplied else update.width)  # type: ignore[union-attr]
-        for weight, part in zip(multiplied, _split_outputs(_matrix(output), multiplied), strict=True):
-            torch.mm(_matrix(whole), weight.t(), out=part)
-        if update is None:
-            ctx.save_for_backward(input)
+        ctx.products = products if multiplied else PLAIN
+        if len(multiplied) == 1:
+            output = products.forward(whole, multiplied[0], ALONE)
         else:
-            inner = torch.mm(_matrix(whole), ctx.weights[-1].t())
-            update.add(_matrix(output), inner, ctx.b)
-            ctx.save_for_backward(input, inner)
+            width = sum(map(len, multiplied)) if update is None else update.width
+            output = (whole.new_empty if multiplied else whole.new_zeros)(*whole.shape[:-1], width)
+            for weight, part in zip(multiplied, _split_outputs(as_matrix(output), multiplied), strict=True):
+                torch.mm(as_matrix(whole), weight.t(), out=part)
+        inner = [] if update is None else [torch.mm(as_matrix(whole), ctx.weights[-1].t())]
+        if update is not None:
+            update.add(as_matrix(output), inner[0], ctx.b)
+        ctx.save_for_backward(input, *inner)
         return output
 
     @staticmethod
@@ -101,14 +102,15 @@ class _ColumnParallel(torch.autograd.Function):
         later = ctx.sequence_parallel and any(map(is_deferred, weights))
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
         input_again = collectives.all_gather_async(input, group) if gather_now else None
-        gradient = _matrix(gradients[0])
+        gradient = as_matrix(gradients[0])
+        own = ctx.products.in_backward(gradient, input)
         if ctx.update is None:
             parts = _split_outputs(gradient, weights)
         else:
             parts = (*_split_outputs(gradient, weights[:-1]), ctx.update.of_inner(gradient, weights[-1], b))
         input_gradient = reduction = None
         if ctx.needs_input_grad[0]:  # not if all before is frozen
-            input_gradient = parts[0] @ weights[0]
+            input_gradient = own.input_gradient(parts[0], weights[0], ALONE)
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 input_gradient.addmm_(part, weight)
         whole = input_again.wait() if input_again is not None else input
@@ -119,16 +121,18 @@ class _ColumnParallel(torch.autograd.Function):
             else:
                 reduction = collectives.all_reduce_async_(input_gradient, group)
         products: list[Gradient]
+        ways = [own] * len(parts) if ctx.update is None else [*[own] * (len(parts) - 1), PLAIN]
         if later:
             gathered = _gather_later(input, group)
-            products = [_GatheredGradient(functools.partial(_matrix, part), gathered) for part in parts]
+            turned = [functools.partial(as_matrix, part) for part in parts]
+            products = [_GatheredGradient(way, part, gathered) for way, part in zip(ways, turned, strict=True)]
         else:
-            products = [ProductGradient(part, _matrix(whole)) for part in parts]
+            products = [way.weight_gradient(part, as_matrix(whole)) for way, part in zip(ways, parts, strict=True)]
         products += [ctx.update.of_b(gradient, inner[0], number) for number in range(len(b))]
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
         ]
-        return None if reduction is None else reduction.wait(), None, None, None, None, *weight_gradients
+        return None if reduction is None else reduction.wait(), *[None] * 5, *weight_gradients
 
 
 class _RowParallel(torch.autograd.Function):
@@ -144,14 +148,16 @@ class _RowParallel(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         unread: bool,
+        products: Products,
         update: Update | None,
-        *weights: Tensor,
+        *weights: Parameter,
     ) -> Tensor:
         """Multiply, add the update, and sum over the ranks."""
         ctx.weights, ctx.group, ctx.sequence_parallel, ctx.update = weights, group, sequence_parallel, update
         width = len(weights[0]) if update is None else update.width
         multiplied = weights if update is None else weights[:-2]
-        inner = [] if update is None else [torch.mm(_matrix(input), weights[-2].t())]
+        ctx.products = products if multiplied else PLAIN
+        inner = [] if update is None else [torch.mm(as_matrix(input), weights[-2].t())]
         ctx.save_for_backward(input, *inner)
         if unread:
             if update is not None:
@@ -159,9 +165,12 @@ class _RowParallel(torch.autograd.Function):
             sequence = len(input) // group.size if sequence_parallel else len(input)
             return input.new_zeros(sequence, *input.shape[1:-1], width)
         # A new tensor: it can be changed and reduced in place.
-        term = F.linear(input, multiplied[0]) if multiplied else input.new_zeros(*input.shape[:-1], width)
+        if multiplied:
+            term = products.forward(input, multiplied[0], ALONE)
+        else:
+            term = input.new_zeros(*input.shape[:-1], width)
         if update is not None:
-            update.add(_matrix(term), inner[0], weights[-1:])
+            update.add(as_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
     @staticmethod
@@ -169,25 +178,30 @@ class _RowParallel(torch.autograd.Function):
         """Return the gradients of the input and the weights."""
         input, *inner = (saved.detach() for saved in ctx.saved_tensors)
         weights, update = ctx.weights, ctx.update
-        gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
-        gradient_matrix = _matrix(gradient)
+        own, gathered_by = ctx.products.in_backward(gradients[0], input), ALONE
+        gradient = gradients[0]
+        reads_values = update is not None or (weights[0].requires_grad and not is_deferred(weights[0]))
+        if ctx.sequence_parallel and own.rounds and not reads_values:
+            gathered_by = ctx.group  # codes
+        elif ctx.sequence_parallel:
+            gradient = collectives.all_gather(gradient, ctx.group)
+        gradient_matrix = as_matrix(gradient)
         parts = [gradient_matrix]
         if update is not None:
             parts = [*parts[: len(weights) - 2], update.of_inner(gradient_matrix, weights[-2], weights[-1:])]
-        input_gradient = parts[0] @ weights[0]  # first: accumulating the last gradient may free the weights
+        # First: accumulating the last gradient may free the weights.
+        input_gradient = own.input_gradient(parts[0], weights[0], gathered_by)
         for part, weight in zip(parts[1:], weights[1:], strict=False):
             input_gradient.addmm_(part, weight)
-        products: list[Gradient] = [ProductGradient(part, _matrix(input)) for part in parts]
+        ways = [own] if update is None else [*[own] * (len(weights) - 2), PLAIN]
+        products = [way.weight_gradient(part, as_matrix(input)) for way, part in zip(ways, parts, strict=True)]
         if ctx.sequence_parallel and is_deferred(weights[0]):
             gathered = _gather_later(gradients[0], ctx.group)
-            products[0] = _GatheredGradient(gathered, functools.partial(_matrix, input))
+            products[0] = _GatheredGradient(own, gathered, functools.partial(as_matrix, input))
         if update is not None:
             products.append(update.of_b(gradient_matrix, inner[0], 0))
         weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
-        return input_gradient.view_as(input), None, None, None, None, *weight_gradients
-
-
-_ALONE = Group((0,), 0)
+        return input_gradient.view_as(input), *[None] * 5, *weight_gradients
 
 
 def product(input: Tensor, weight: Tensor) -> Tensor:
@@ -198,9 +212,9 @@ def product(input: Tensor, weight: Tensor) -> Tensor:
     return updated_product(input, None, weight)
 
 
-def updated_product(input: Tensor, update: Update | None, *weights: Tensor) -> Tensor:
+def updated_product(input: Tensor, update: Update | None, *weights: Tensor, products: Products = PLAIN) -> Tensor:
     """Return the sum of `product` and an update. `weights`: the weights, A of the update, and its B."""
-    output: Tensor = _ColumnParallel.apply(input, _ALONE, False, 0, update, *weights)
+    output: Tensor = _ColumnParallel.apply(input, ALONE, False, 0, products, update, *weights)
     return output
 
 
@@ -273,6 +287,11 @@ class ColumnParallelLinear(Adaptable):
         self.biases = nn.ParameterList(map(context.parameter, biases))
         self.group, self.use, self.adds_bias = context.group(outputs), use, adds_bias
         self.sequence_parallel = context.sequence_parallel
+        self.products = context.products(rows=self.group)
+        if self.products.rounds and len(self.weights) > 1:
+            raise ValueError("ranks that share a weight would round parts of its output's gradient")
+        self.products.take(self.weights[0])
+        self.inside = self.products.inside
 
     @property
     def bias(self) -> Tensor | None:
@@ -294,7 +313,9 @@ class ColumnParallelLinear(Adaptable):
         return output if bias is None else output + bias
 
     def _product(self, input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
-        found: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, update, *weights)
+        found: Tensor = _ColumnParallel.apply(
+            input, self.group, self.sequence_parallel, self.use, self.products, update, *weights
+        )
         return found
 
     def weights_to_adapt(self) -> list[Parameter]:
@@ -311,13 +332,17 @@ class ReplicatedLinear(Adaptable):
         super().__init__()
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
+        self.products = context.products()
+        self.products.take(self.weight)
+        self.inside = self.products.inside
 
     def forward(self, input: Tensor, places: Places | None = None) -> Tensor:
         """Map [sequence (/ size under sequence parallelism), batch, in] to the same with out.
 
         `places`: see `ColumnParallelLinear`.
         """
-        output = self.adapted(updated_product, input, [self.weight], places)
+        product = functools.partial(updated_product, products=self.products)
+        output = self.adapted(product, input, [self.weight], places)
         return output if self.bias is None else output + self.bias
 
     def weights_to_adapt(self) -> list[Parameter]:
@@ -338,6 +363,9 @@ class RowParallelLinear(Adaptable):
         self.weight = context.parameter(weight)
         self.bias = context.parameter(bias) if bias is not None else None
         self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
+        self.products = context.products(columns=self.group)
+        self.products.take(self.weight)
+        self.inside = self.products.inside
 
     def forward(self, input: Tensor, places: Places | None = None, *, unread: bool = False) -> Tensor:
         """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out].
@@ -348,7 +376,9 @@ class RowParallelLinear(Adaptable):
         """
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
-            found: Tensor = _RowParallel.apply(input, self.group, self.sequence_parallel, unread, update, *weights)
+            found: Tensor = _RowParallel.apply(
+                input, self.group, self.sequence_parallel, unread, self.products, update, *weights
+            )
             return found
 
         output = self.adapted(product, input, [self.weight], places)

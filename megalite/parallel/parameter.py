@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Piece, Sharding
 from megalite.torch_internals import make_subclass
 from megalite_kernels.grouped import add_grouped_products
 from megalite_kernels.products import add_product
+from megalite_kernels.weight_parts import Matrices
 
 
 class Gradient(Protocol):
@@ -127,6 +129,18 @@ class GradientBuffer(Protocol):
         """Accumulate a gradient of one use of the parameter. `use`: the number of the use."""
 
 
+@dataclass(frozen=True)
+class Coded:
+    """A way to make codes of a weight whose values are read for nothing else: ZeRO 3 gathers codes in their place.
+
+    Attributes:
+        sharers: the ranks that have parts of a tensor with one scale.
+    """
+
+    matrices: Matrices
+    sharers: Group
+
+
 class Parameter(nn.Parameter):
     """A parameter with its `Sharding` and, once attached, the buffer that accumulates its gradient.
 
@@ -135,6 +149,10 @@ class Parameter(nn.Parameter):
 
     sharding: Sharding
     gradient_buffer: GradientBuffer | None
+    codes: list[Any] | None = None
+    """Codes and scales of the values, once they are made; None: they are not kept (`products.kept_codes`)."""
+    coded: Coded | None = None
+    """Way to make codes, which are gathered in place of the values; None: values are gathered."""
 
     def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
         data = torch.zeros((), dtype=dtype, device=device).expand(sharding.local_shape)

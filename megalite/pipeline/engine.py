@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -89,6 +89,7 @@ class PipelineEngine(Generic[MicroBatch]):
     Attributes:
         offloading: copies what layers save for backward to the host; None: it stays.
         rounded: returns a term of the loss over a micro-batch in fp64, as it is added to the others.
+        within: returns a context in which a list runs, during which no weight changes.
 
     Args:
         stages: if there are several, with shapes and dtypes of the tensors that they pass on.
@@ -97,6 +98,7 @@ class PipelineEngine(Generic[MicroBatch]):
 
     offloading: ActivationOffload | None = None
     rounded: Callable[[Tensor], Tensor] = staticmethod(torch.Tensor.double)
+    within: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class PipelineEngine(Generic[MicroBatch]):
         if self.offloading is not None:
             self.offloading.begin_step(of_slots := slots(actions))
             early = ahead(actions, of_slots, self.offloading.ends)
-        with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
+        with self.within(), torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for index, action in enumerate(actions):
                 if self.offloading is not None and index in early:
                     self.offloading.before_computation(action.chunk, action.micro_batch, early[index])

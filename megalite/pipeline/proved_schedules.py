@@ -92,14 +92,10 @@ class ProvedSchedules:
         """Return this rank's list of an evaluation step (forward only). Raises ScheduleError if it was not proved."""
         return self._list(_Step(micro_batches, backward=False))
 
-    def has(self, micro_batches: int, *, backward: bool) -> bool:
-        """Tell whether a step of this number of micro-batches has been proved."""
-        return _Step(micro_batches, backward) in self._proved
-
     def prove(
         self, training: Collection[int] = (), evaluation: Collection[int] = (), mesh: ParallelMesh | None = None
     ) -> ProvedSchedules:
-        """Prove steps of these numbers of micro-batches; returns itself.
+        """Prove steps of these numbers of micro-batches that have not been proved yet; returns itself.
 
         All ranks of `mesh` call it together: the ranks of a pipeline divide the steps among themselves and exchange the
         digests of the proved lists. Without `mesh`, this rank proves all steps.
@@ -107,7 +103,10 @@ class ProvedSchedules:
         Raises ScheduleError on all ranks if the proof of a step fails, if ranks declare different messages or terms of
         the loss, or if ranks with the same stages differ in their lists or in `copied`. All of these are bugs.
         """
-        steps = sorted({_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation})
+        wanted = {_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation}
+        steps = sorted(wanted - self._proved.keys())
+        if not steps:
+            return self
         steps.sort(key=lambda step: step.micro_batches * (3 if step.backward else 1), reverse=True)
         if mesh is not None and not mesh.is_connected:  # a run with these ranks has them prove their lists together
             for step in steps:

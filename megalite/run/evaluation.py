@@ -100,8 +100,7 @@ def _of_last(
     trainer: Trainer, loader: Loader[Any], start: int, terms: Sequence[LossTerm]
 ) -> Iterator[tuple[TermSums, TermSums]]:
     """Yield this rank's sums and counts of the samples from `start` on, which do not fill a batch."""
-    if not trainer.schedules.has(1, backward=False):
-        trainer.schedules.prove(evaluation=[1], mesh=trainer.mesh)
+    trainer.schedules.prove(evaluation=[1], mesh=trainer.mesh)
     device = trainer.mesh.device
     for micro_batch, stages, is_counted in trainer.task.last_micro_batches(loader, start):
         engine = PipelineEngine(trainer.chunks, stages, trainer.engine.rank, trainer.engine.links, device)

@@ -22,6 +22,7 @@ from megalite.run.evaluation import evaluate
 from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
+from megalite.training.ledger import Decision, Ledger
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import (
     Metrics,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from megalite.run.copies import Copies
     from megalite.run.corruption import Watch
     from megalite.run.monitor import Monitor
-    from megalite.training.ledger import Decision, Ledger
 
 LEDGER = "ledger.jsonl"
 """File of the run directory with decisions that depart from the plain rule, if there are any."""
@@ -166,9 +166,7 @@ class TrainingLoop:
             stack.push(self._close_records)
             if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
                 self._ledger = self._open_ledger(trainer.directory)
-            if trainer.loaded.decisions:  # of the first step, so that a start which is made again replaces them
-                self.record_decisions(trainer.loaded.decisions, trainer.iteration + 1)
-                trainer.loaded = replace(trainer.loaded, decisions=())
+            self._record_next([])
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
@@ -218,8 +216,16 @@ class TrainingLoop:
         if self._ledger is not None and trainer.directory is not None:
             self._ledger.close()
             self._ledger = self._open_ledger(trainer.directory)
-        self.record_decisions(decisions, trainer.iteration + 1)
+        self._record_next(decisions)
         self.log_progress("goes back")
+
+    def _record_next(self, decisions: Sequence[Decision]) -> None:
+        """Record decisions, behind those of the checkpoint's loading, as of the next step: another start from here, or
+        going back to here, replaces them."""
+        trainer = self.trainer
+        found, trainer.loaded = trainer.loaded.decisions, replace(trainer.loaded, decisions=())
+        if found or decisions:
+            self.record_decisions([*found, *decisions], trainer.iteration + 1)
 
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
@@ -476,8 +482,6 @@ class TrainingLoop:
 
     def _open_ledger(self, directory: AnyPath) -> Ledger:
         """Open the ledger, without the lines of steps that are run again."""
-        from megalite.training.ledger import Ledger  # few runs have one
-
         ledger = Ledger(directory / LEDGER, self.trainer.iteration)
         if ledger.note is not None:
             self.display.message(ledger.note)

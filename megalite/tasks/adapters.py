@@ -10,23 +10,19 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
-from megalite.checkpoint.fingerprint import BASE
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import flag_of
-from megalite.conversion.native import open_base
+from megalite.conversion.native import named_base, open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
-from megalite.parallel.adapter import adaptable_matrices, is_frozen, is_target
+from megalite.parallel.adapter import adaptable_layers, is_frozen, named
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.storage import AnyPath, open_directory
+from megalite.storage import AnyPath, open_directory, place_of
 from megalite.training.resume import ResumePoint
-
-_SAME = "lora_rank lora_alpha lora_target_modules use_rslora use_dora"
-"""Fields on which the function of adapters depends."""
 
 
 def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
@@ -35,17 +31,17 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
         return
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     if adapters.lora_rank is not None:
-        matrices = adaptable_matrices(network)
+        layers = adaptable_layers(network)
+        matrices = sorted((m for layer in layers for m in layer.matrices()), key=lambda matrix: matrix.is_table)
         for target in adapters.lora_target_modules:
-            chosen = [matrix for matrix in matrices if is_target(matrix.name, [target])]
-            if not chosen:
+            if not named(matrices, [target]):
                 there = dict.fromkeys(matrix.name.rpartition(".")[2] for matrix in matrices)
                 raise ConfigurationError(
                     f"--lora-target-modules {target}: no matrix of this network has this name; it has "
                     f"{', '.join(there)}, such as {matrices[0].name}"
                 )
-            for matrix in chosen:
-                matrix.check(adapters.lora_rank)
+        for layer in layers:
+            layer.chosen(adapters)
     if adapters.freeze:
         problems = list(_freeze_problems(network, adapters.freeze))
         if problems:
@@ -76,7 +72,7 @@ def saved_adapters(path: AnyPath, config: Mapping[str, Any]) -> AdaptersConfig:
     return checkpoint.saved_section(path, config, AdaptersConfig)
 
 
-def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig) -> None:
+def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig, model: ModelConfig) -> None:
     """Raise CheckpointError if a checkpoint has adapters that this run has not, or others."""
     saved = saved_adapters(path, config)
     if saved.lora_rank is None:
@@ -86,15 +82,31 @@ def check_adapters(path: AnyPath, config: Mapping[str, Any], own: AdaptersConfig
             f"{path} has adapters alone: give --lora-rank {saved.lora_rank} and the other flags of its run to train "
             "them on, or merge them into their base (tools/checkpoint/convert.py) and load that"
         )
-    check_same_adapters(str(path), saved, own)
+    check_same_adapters(str(path), saved, own, model)
 
 
-def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig) -> None:
-    """Raise CheckpointError if the adapters of `what` have other options than this run's."""
+def check_same_adapters(what: str, saved: AdaptersConfig, own: AdaptersConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError if the adapters of `what` have another scale, or other matrices, than those of this run."""
+    if saved == own:
+        return
+    layers = adaptable_layers(GPT(model, ParallelMesh(device=torch.device("meta"))))
+    matrices = [matrix for layer in layers for matrix in layer.matrices()]
+
+    def of(config: AdaptersConfig) -> dict[str, Any]:
+        """Return what counts, by the flags that say it."""
+        return {
+            "lora_rank": config.lora_rank,
+            "lora_alpha use_rslora": config.lora_scale,
+            "lora_target_modules": [matrix.name for matrix in named(matrices, config.lora_target_modules)],
+            "use_dora": config.use_dora,
+        }
+
+    theirs, ours = of(saved), of(own)
+    names = [name for flags in ours if theirs[flags] != ours[flags] for name in flags.split()]
     different = [
-        f"{flag_of(name)}: {getattr(saved, name)} in the checkpoint, {getattr(own, name)} in this run"
-        for name in _SAME.split()
-        if getattr(saved, name) != getattr(own, name)
+        f"{flag_of(name)}: {then} in the checkpoint, {now} in this run"
+        for name in names
+        if (then := getattr(saved, name)) != (now := getattr(own, name))
     ]
     if different:
         raise CheckpointError("\n  ".join([f"{what} has other adapters than this run:", *different]))
@@ -137,10 +149,16 @@ def start_of_adapters(found: ResumePoint, settings: CheckpointConfig, mesh: Para
 
 
 def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig) -> OpenedModel | None:
-    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: the one that it names, or --load.
+    """Open the base of the adapters in the checkpoint at `path`, if it was a folder: that of --load, or the named one.
 
-    Raises CheckpointError if it is neither.
+    A --load that has the checkpoint, or the named folder, does not say where the base is now. Raises CheckpointError if
+    it is in neither.
     """
-    if config.get(BASE, {}).get("path") is None:  # the initial weights
+    if (named := named_base(path, config)) is None:  # the initial weights
         return None
-    return open_base(path, config, settings.load, verify=False)  # the trainer compares what all ranks have loaded
+    places = [named]
+    if settings.load is not None:
+        load, before = (place_of(open_directory(each)) for each in (settings.load, named))
+        known = before, place_of(open_directory(named).parent), place_of(path), place_of(path.parent)
+        places.insert(len(places) if load in known else 0, settings.load)
+    return open_base(path, places, "--load")  # the trainer compares what all ranks have loaded

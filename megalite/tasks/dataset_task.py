@@ -160,7 +160,7 @@ class DatasetTask(Task):
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
         sources = [source for source in (self.train, self.valid) if source is not None]
         of_sources = dict.fromkeys(note for source in sources for note in source.notes)
         return (*of_sources, *self._data_differ, *self._left_out(), *self._data_notes)

@@ -25,16 +25,20 @@ from megalite.conversion.opened import (
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.model.offloading import offload_layers
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.products import kept_codes
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
-from megalite.training.kernels import compile_layers
+from megalite.training.kernels import compile_layers, require_recipe, require_whole_blocks
 from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
@@ -62,11 +66,26 @@ class GPTNetworkTask(Task):
         chunks = builder.make_chunks(self.config, self.model, mesh, stages)
         if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
+            require_recipe(self.config, mesh.device)
+            require_whole_blocks(self.config, chunks, mesh.device)
             if self.config.kernels.compile:
                 compile_layers(chunks)
             if self.config.offload.offloads_activations:
                 self.offloading = offload_layers(chunks, self.config.offload)
         return chunks
+
+    def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        if self.config.low_precision.recipe is not None:
+            engine.within = partial(kept_codes, self.chunks)
+
+    @property
+    def recipe_notes(self) -> tuple[str, ...]:
+        """Notes on products in few bits."""
+        if self.config.low_precision.recipe is None:
+            return ()
+        from megalite.config.validate_low_precision import low_precision_notes  # few runs have them
+
+        return low_precision_notes(self.config)
 
     @property
     def set_values(self) -> Callable[[Parameter], None]:
@@ -88,7 +107,7 @@ class GPTNetworkTask(Task):
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved = checkpoint.model_config(path, described.config, self.model)
         self._check_function(str(path), saved)
-        check_adapters(path, described.config, self.config.adapters)
+        check_adapters(path, described.config, self.config.adapters, self.model)
 
     def check_trained(self, path: AnyPath, described: Manifest) -> None:
         """Raise CheckpointError if the run trained other weights, as a stage of sparse attention, or --freeze."""
@@ -161,6 +180,11 @@ class GPTNetworkTask(Task):
         Raises CheckpointError if it cannot begin any.
         """
         kind = parts.partition(" ")[0]
+        if anew and not self.saves_frozen:
+            raise CheckpointError(
+                f"{what} does not have the {parts} of this run ({anew}), and --lora-rank would never train them: begin "
+                "them anew in a run that trains all weights"
+            )
         if self.config.checkpoint.load_casts and anew:
             raise CheckpointError(
                 f"{what} does not have the {parts} of this run ({anew}), which begins them anew, as --load-casts "
@@ -174,7 +198,7 @@ class GPTNetworkTask(Task):
         """See `Task`. Adapters are not merged if the run trains them on."""
         opened = open_initial_model(path)
         if opened.adapters is not None and not self.saves_frozen:
-            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters)
+            check_same_adapters(opened.what, opened.adapters.config, self.config.adapters, self.model)
             opened = replace(opened, source=opened.adapters.joined())
         if self.config.checkpoint.resize_vocabulary:
             from megalite.conversion.vocabulary import with_more_tokens

@@ -92,8 +92,6 @@ class GPTTask(GPTNetworkTask):
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
         self._teacher: Any = None
-        # Samples, steps and samples left out with which this run goes on.
-        self._begun: tuple[int, int, Ranges] = 0, 0, ()
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks, settings = super().make_chunks(mesh, stages), self.config.distillation
@@ -105,6 +103,7 @@ class GPTTask(GPTNetworkTask):
         return chunks
 
     def connect(self, engine: PipelineEngine[Any], optimizer: Optimizer, schedules: ProvedSchedules) -> None:
+        super().connect(engine, optimizer, schedules)
         if self.config.distillation.distill_from is not None:
             self._teacher = entry_point("teacher")(self.config, self.chunks, engine, optimizer, schedules)
 
@@ -187,20 +186,17 @@ class GPTTask(GPTNetworkTask):
         teacher = {} if self._teacher is None else self._teacher.saved()
         return asdict(replace(self.config, model=self.model)) | mix | teacher
 
-    def resume_data(
-        self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
-    ) -> Resumed:
+    def resume_data(self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges) -> Resumed:
         """Continue with the mix of the data, if there is one; see `Task.resume_data`."""
         if (mix := self.data.mix) is not None:
             resumed = mix.resume(path, saved, consumed_samples, left_out)
-            self._begun = resumed.consumed_samples, iteration, left_out
         elif "data_mix" in saved:
             raise ConfigurationError(
                 f"{path} is of a run with --data-mix-schedule, whose sources would not go on where they are: "
                 "give a schedule, also for a single phase, or begin with other data by --finetune"
             )
         else:
-            resumed = super().resume_data(path, saved, consumed_samples, left_out, iteration)
+            resumed = super().resume_data(path, saved, consumed_samples, left_out)
         notes = () if self._teacher is None else self._teacher.change_notes(path, saved)
         if resumed.former_length not in (None, self.config.data.seq_length):
             notes = (*entry_point("unit_notes")(saved, self.config, resumed.former_length), *notes)
@@ -223,19 +219,21 @@ class GPTTask(GPTNetworkTask):
     # ------------------------------------------------------------------------------------------------ reports
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
-        mix = {} if self.data.mix is None else {"data mix": self.data.mix.description(self._begun[0])}
-        found = {**summary.summary(trainer, self), **mix}
+        found = summary.summary(trainer, self)
+        if self.data.mix is not None:
+            found["data mix"] = self.data.mix.description(trainer.consumed_samples)
         if self._teacher is not None:
             found["teacher"], taken = self._teacher.summary(trainer.num_micro_batches(self.batch_size.final))
             self.counted_memory = (self.counted_memory or 0) + taken
         return found
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
         teacher = () if self._teacher is None else self._teacher.notes
-        return (*self._dispatcher_notes, *experts, *self.network_notes, *self._mix_notes(), *teacher)
+        of_network = (*self.network_notes, *self.recipe_notes)
+        return (*self._dispatcher_notes, *experts, *of_network, *self._mix_notes(trainer), *teacher)
 
-    def _mix_notes(self) -> tuple[str, ...]:
+    def _mix_notes(self, trainer: Summarized) -> tuple[str, ...]:
         """Return notes on what the sources of a mix lack until the end. Raises DataError if they end before."""
         if (mix := self.data.mix) is None:
             return ()
@@ -244,9 +242,9 @@ class GPTTask(GPTNetworkTask):
                 f"--data-mix-schedule {self.config.data.data_mix_schedule}: the ranks do not read the same file, or "
                 "its sources are others on some: each node must see the same schedule and the same files"
             )
-        training, (consumed, steps, left_out) = self.config.training, self._begun
-        left = ((training.train_iters or 0) - steps) * self.batch_size.final
-        return mix.notes(sample_at((training.train_samples or consumed + left) - 1, left_out) + 1)
+        left = (trainer.iterations - trainer.iteration) * self.batch_size.final
+        end = self.config.training.train_samples or trainer.consumed_samples + left
+        return mix.notes(sample_at(end - 1, trainer.left_out) + 1)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds

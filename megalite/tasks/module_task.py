@@ -401,10 +401,10 @@ class ModuleTask(DatasetTask):
         lines = {"model": f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {names}"}
         return lines if self._example is None else {**lines, **self.lines(trainer, self._example)}
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
         """Return the messages of any task, and those on a loss that is a mean and on modules in evaluation mode."""
         mean = self.options.loss is not None and self.options.count is None
-        found = [*super().notes()]
+        found = [*super().notes(trainer)]
         if mean:
             found.append(
                 "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with "

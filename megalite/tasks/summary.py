@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalite.config import RunConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.layer_specs import pattern_of
 from megalite.config.model import ModelConfig
@@ -92,11 +93,17 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         **_pipeline(trainer, task),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, task.dtype),
-        "precision": config.training.dtype,
+        "precision": precision_line(config),
         "kernels": current().description(mesh.device, task.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),
     }
+
+
+def precision_line(config: RunConfig) -> str:
+    """Return the dtype of the network, and the recipe of its products."""
+    recipe = config.low_precision.recipe
+    return config.training.dtype + ("" if recipe is None else f", products in {recipe}")
 
 
 def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:

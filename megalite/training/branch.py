@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.checkpoint import TrainingState
 from megalite.errors import CheckpointError
 from megalite.storage import AnyPath, place_of
-
-if TYPE_CHECKING:
-    from megalite.training.ledger import Decision
 
 PARENTS = "parents"
 """Section of a checkpoint's configuration that has them."""
@@ -61,18 +58,3 @@ def saved_parents(parents: Sequence[Parent]) -> dict[str, Any]:
 def in_words(parents: Sequence[Parent]) -> str:
     """Return the parents in words, the nearest first."""
     return ", ".join(map(str, parents))
-
-
-def branch_decision(parents: Sequence[Parent]) -> Decision:
-    """Return the line of a new branch for its ledger: the samples are those that its parents have trained on."""
-    from megalite.training.ledger import Decision
-
-    consumed = parents[0].samples
-    return Decision("branch", (), [(0, consumed - 1)] if consumed else (), "trained", in_words(parents))
-
-
-def data_decision(consumed_samples: int, why: str) -> Decision:
-    """Return the line of other data for the ledger: the samples are those that come before."""
-    from megalite.training.ledger import Decision
-
-    return Decision("data", (), [(0, consumed_samples - 1)] if consumed_samples else (), "trained", why)

@@ -54,6 +54,7 @@ from megalite.parallel.adapter import train_a_part
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import Inside, StageModule
@@ -64,6 +65,7 @@ from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
 from megalite.training.room_on_host import require_room_on_host
+from megalite_kernels.recipes import recipe
 
 
 def make_loader(
@@ -161,10 +163,21 @@ def make_networks(
         loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
         dtype=model_dtype(config),
         attention_ways=attention_ways(config.parallel),
+        roundings=roundings(config),
     )
     for chunk in chunks:
         train_a_part(chunk, config.adapters)
     return chunks
+
+
+def roundings(config: RunConfig) -> Roundings:
+    """Return how layers and depths round the operands of their products."""
+    chosen, layers = config.low_precision, config.model.num_layers
+    if chosen.recipe is None:
+        return UNROUNDED
+    each = Rounding(recipe(chosen.recipe, chosen.fp8_format or "e4m3"), chosen.fp8_wgrad, chosen.fp8_param_gather)
+    of_layers = tuple(each if chosen.is_rounded(layer, layers) else None for layer in range(layers))
+    return Roundings(of_layers, None if chosen.recipe == "nvfp4" else each)  # as Megatron-LM does with depths
 
 
 def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:

@@ -109,12 +109,11 @@ def last_iteration(
     return iteration + batch_size.steps(consumed_samples, config.training.train_samples or 0)
 
 
-def training_samples(config: RunConfig) -> int:
+def training_samples(training: TrainingConfig) -> int:
     """Return the number of samples that a run of some length draws, which decides their order."""
-    if config.training.train_samples is not None:
-        return config.training.train_samples
-    sizes = global_batch_size(config)
-    return last_iteration(config, sizes) * sizes.final
+    if training.train_samples is not None:
+        return training.train_samples
+    return (training.train_iters or 0) * (training.global_batch_size or 0)
 
 
 def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[tuple[int, int]]:
@@ -143,7 +142,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
     training, tokenizer = config.training, open_tokenizer(config)
     sizes = global_batch_size(config)
     samples = target_samples(
-        train_samples=training_samples(config),
+        train_samples=training_samples(training),
         train_iters=last_iteration(config, sizes),
         global_batch_size=training.evaluation_batch_size or sizes.final,
         eval_interval=training.eval_interval,

@@ -42,6 +42,11 @@ class Decision:
         return {"step": step, **vars(self)}
 
 
+def decision_so_far(kind: str, consumed_samples: int, why: str) -> Decision:
+    """Return a decision about the samples so far, which are trained on whatever comes after them."""
+    return Decision(kind, (), [(0, consumed_samples - 1)] if consumed_samples else (), "trained", why)
+
+
 def ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """Return numbers of samples as ascending ranges, as long as possible."""
     return merged((number, number) for number in numbers)

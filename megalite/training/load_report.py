@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
@@ -24,10 +24,8 @@ from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
 from megalite.storage import AnyPath
 from megalite.training.branch import PARENTS
 from megalite.training.data import NOT_OF_THE_SAMPLES
+from megalite.training.ledger import Decision
 from megalite.training.metrics import Recorded
-
-if TYPE_CHECKING:
-    from megalite.training.ledger import Decision
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
@@ -41,8 +39,9 @@ _OTHERWISE = {
     "synchronization": "all_reduce_algorithm",
     "alarms": "",
     "adapters": "",
+    "low_precision": "",
     "preferences": "reference_log_probabilities",
-    "distillation": "distill_from",
+    "distillation": "distill_from distill_layout",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_expert_capacity_factor moe_token_drop_policy
@@ -54,7 +53,7 @@ _SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _OF_ITS_STATE = "of the run's state, with which a run goes on that continues it"
 _SECTIONS_OF_STATE = (
     *("alarm_history", "base", "data_parallel_shares", "left_out_samples", "unfinished_step", "data_mix"),
-    *(PARENTS, "merged"),
+    *(PARENTS, "merged", "teacher"),
 )
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8

@@ -49,7 +49,7 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
 
 
 class Summarized(Protocol):
-    """Parts of a trainer that a summary describes."""
+    """Parts of a trainer that a summary and notes describe."""
 
     config: TaskConfig
     task: Task
@@ -61,6 +61,9 @@ class Summarized(Protocol):
     schedules: ProvedSchedules
     shares: Shares
     iterations: int
+    iteration: int
+    consumed_samples: int
+    left_out: Ranges
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches per rank in a step of `batch_size` samples."""
@@ -226,9 +229,7 @@ class Task(ABC):
         """
         return ()
 
-    def resume_data(
-        self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges, iteration: int
-    ) -> Resumed:
+    def resume_data(self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges) -> Resumed:
         """Continue with the data behind those of a checkpoint.
 
         Args:
@@ -236,7 +237,6 @@ class Task(ABC):
             saved: its configuration.
             consumed_samples: samples that its run had consumed.
             left_out: samples that the run passes over.
-            iteration: number of its steps.
 
         Raises MegaliteError, the same on every rank, if the run cannot go on with its data.
         """
@@ -278,7 +278,7 @@ class Task(ABC):
     def summary(self, trainer: Summarized) -> Mapping[str, object]:
         """Return names and values to show before the first step. Called by all ranks together."""
 
-    def notes(self) -> tuple[str, ...]:
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
         """Return messages to show before the first step. Called by all ranks together."""
         return ()
 

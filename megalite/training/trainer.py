@@ -16,7 +16,7 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest, TrainingState
-from megalite.checkpoint.fingerprint import BASE, fingerprint
+from megalite.checkpoint.fingerprint import BASE, fingerprint, has_places
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.mixed import Resumed
@@ -36,13 +36,14 @@ from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
-from megalite.training.branch import Parent, branch_decision, data_decision, parents_of, saved_parents
+from megalite.training.branch import Parent, in_words, parents_of, saved_parents
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
 from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
+from megalite.training.ledger import Decision, decision_so_far
 from megalite.training.left_out import LEFT_OUT, left_out_of
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
@@ -55,7 +56,6 @@ from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFIL
 
 if TYPE_CHECKING:
     from megalite.training.alarms import Alarms
-    from megalite.training.ledger import Decision
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
@@ -341,8 +341,6 @@ class Trainer:
         why = self.shares.balance()
         if why is None:
             return None
-        from megalite.training.ledger import Decision
-
         self.prove_steps()
         return Decision("shares", list(range(self.shares.ranks)), (), "trained", why)
 
@@ -425,8 +423,6 @@ class Trainer:
             base = None if copied else self.task.open_base(path, described)
         if base is not None:
             self.load_model(base)
-        if not self.task.saves_frozen:
-            self._know_base(path, described)
         state = checkpoint.load(
             path,
             self.network,
@@ -440,6 +436,8 @@ class Trainer:
             alone=resume_point.alone,
             holders=resume_point.holders,
         )
+        if not self.task.saves_frozen:
+            self._know_base(path, described)
         self.task.loaded()
         notes = (
             self.loaded.notes
@@ -449,7 +447,7 @@ class Trainer:
             + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
         )
         records = None
-        decisions: Sequence[Decision] = ()
+        decisions = list[Decision]()
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
@@ -464,9 +462,9 @@ class Trainer:
             self.parents = parents_of(path, described.config)
             if resume_point.branches:
                 self.parents = (Parent.of(path, state), *self.parents)
-                decisions = (branch_decision(self.parents),)
+                decisions.append(decision_so_far("branch", state.consumed_samples, in_words(self.parents)))
             if resumed.why is not None:
-                decisions = (*decisions, data_decision(self.consumed_samples, resumed.why))
+                decisions.append(decision_so_far("data", self.consumed_samples, resumed.why))
             if self.alarms is not None:
                 self.alarms.restore(described.config)
             notes += self._optimizer_notes(path, described.config, state.consumed_samples)
@@ -482,7 +480,7 @@ class Trainer:
     def _resume_data(self, path: AnyPath, saved: Mapping[str, Any]) -> Resumed:
         """Continue with the data behind those of a checkpoint, and take the numbers that its samples have here."""
         with raise_on_all_ranks(self.mesh, f"going on with the data of {path}"):
-            resumed = self.task.resume_data(path, saved, self.consumed_samples, self.left_out, self.iteration)
+            resumed = self.task.resume_data(path, saved, self.consumed_samples, self.left_out)
         if resumed.consumed_samples != self.consumed_samples:  # those that were left out have passed
             self.consumed_samples, self.left_out = resumed.consumed_samples, ()
         return resumed
@@ -510,13 +508,15 @@ class Trainer:
 
     def _know_base(self, path: AnyPath, described: Manifest) -> None:
         """Raise CheckpointError if the frozen weights are not those of the run that saved a checkpoint."""
-        theirs, ours = described.config.get(BASE, {}), fingerprint(self.optimizer, self.mesh)
+        theirs = described.config.get(BASE, {})
+        places = has_places(theirs.get("fingerprint"))
+        ours = fingerprint(self.optimizer, self.mesh, places=places)
         if theirs.get("fingerprint") != ours:
             raise CheckpointError(
                 f"{path} has adapters of other weights than {self._base.get('path') or 'the seed'} gives now in this "
                 "precision: give the precision and the base of its run"
             )
-        self._base = {"path": theirs.get("path"), **self._base, "fingerprint": ours}
+        self._base = {"path": theirs.get("path"), **self._base, **({"fingerprint": ours} if places else {})}
 
     def _base_for_checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint says of frozen weights that it does not have. Called by all ranks together."""
@@ -597,4 +597,4 @@ class Trainer:
         most = max(self.shares.slots(max(self.task.batch_size.sizes) // self.config.training.micro_batch_size))
         sums = builder.gradient_notes(self.config, most)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        return (*rates, *sums, *self.loaded.notes, *saves, *profile, *self.task.notes())
+        return (*rates, *sums, *self.loaded.notes, *saves, *profile, *self.task.notes(self))

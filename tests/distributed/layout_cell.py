@@ -19,7 +19,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
+from megalite.parallel.products import Rounding, Roundings
 from megalite.pipeline.stages import Stages
+from megalite_kernels.recipes import recipe
 from tests.adapters_oracle import Adapters
 from tests.experts_oracle import SEPARATE_SCORES, Experts
 from tests.harness.covering_array import Row
@@ -51,6 +53,7 @@ LATENTS: dict[str, tuple[int | None, int, int, int, int]] = {
     "wide values": (None, 5, 2, 4, 9),
     "equal": (4, 6, 3, 2, 5),
     "few": (3, 2, 4, 4, 6),
+    "blocks": (32, 32, 8, 8, 16),
 }
 """Sizes of latent attention: (rank of queries and of the rest, width of keys, of what is rotated, of values)."""
 INDEXING = {
@@ -72,12 +75,18 @@ ADAPTERS = {
     "rslora": AdaptersConfig(lora_rank=4, lora_alpha=1.0, use_rslora=True),
     "dora": AdaptersConfig(lora_rank=2, use_dora=True),
     "dropout": AdaptersConfig(lora_rank=3, lora_alpha=6.0, lora_dropout=0.4),
+    "tables": AdaptersConfig(lora_rank=3, lora_target_modules=("query", "lm_head", "embed_tokens")),
+    "head, dora": AdaptersConfig(lora_rank=2, lora_target_modules=("down", "output_layer"), use_dora=True),
+    "tables, dora": AdaptersConfig(lora_rank=2, lora_target_modules=("down", "lm_head", "embed_tokens"), use_dora=True),
 }
 ADAPTERS_OF_ORACLE = {
     "lora": Adapters(3, 2.0),
     "some": Adapters(2, 1.5, ("query", "value", "layers.1.mlp.up", "layers.3.mlp.up")),
     "rslora": Adapters(4, 0.5),
     "dora": Adapters(2, 1.0, dora=True),
+    "tables": Adapters(3, 1.0, ("query", "output_layer", "embedding.word_embeddings")),
+    "head, dora": Adapters(2, 1.0, ("down", "output_layer"), dora=True),
+    "tables, dora": Adapters(2, 1.0, ("down", "output_layer", "embedding.word_embeddings"), dora=True),
 }
 CONVOLUTION = {"grouped": (3, False), "wide": (5, True), "plain": (1, True), "shared": (2, False)}
 """Options of the short convolution: (tokens that it sees, biases)."""
@@ -191,6 +200,12 @@ class Cell:
     repeated: bool = False  # one set of weights for all depths
     detached: bool = False  # their losses train the depths alone
     adapters: str | None = None  # which alone are trained
+    recipe: str | None = None  # of products with rounded operands
+    hybrid: bool = False  # gradients in e5m2
+    rounds_weight_gradients: bool = False
+    gathers_codes: bool = False
+    plain_layers: tuple[int, ...] = ()  # whose operands are not rounded
+    wide: int = 1  # factor of all widths, so that ranks have whole blocks
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -425,6 +440,21 @@ def indexing_options(cell: Cell) -> dict[str, Any]:
     }
 
 
+def ffn(cell: Cell) -> int:
+    """Return the inner width of dense feed-forward layers."""
+    return 24 if cell.wide == 1 else 32 * cell.wide
+
+
+def roundings(cell: Cell) -> Roundings:
+    """Return how the layers of the cell round operands."""
+    if cell.recipe is None:
+        return Roundings()
+    chosen = recipe(cell.recipe, "hybrid" if cell.hybrid else "e4m3")
+    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes)
+    of_layers = tuple(None if layer in cell.plain_layers else each for layer in range(layers(cell)))
+    return Roundings(of_layers, None if cell.recipe == "nvfp4" else each)
+
+
 def sparse_layers(cell: Cell) -> dict[int, int]:
     """Return the numbers, among layers of latent attention, of those with sparse attention, with their places."""
     if cell.indexing is None:
@@ -444,10 +474,10 @@ def _plain_model(cell: Cell) -> ModelConfig:
         num_layers=layers(cell),
         **recurrent_options(cell),
         hybrid_layer_pattern=cell.pattern and cell.pattern.replace("|", ""),
-        hidden_size=HIDDEN,
+        hidden_size=HIDDEN * cell.wide,
         num_attention_heads=heads,
-        kv_channels=4,
-        ffn_hidden_size=24,
+        kv_channels=4 * cell.wide,
+        ffn_hidden_size=ffn(cell),
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=cell.sequence + 1,
@@ -568,11 +598,11 @@ def network(cell: Cell) -> Network:
         letters=cell.depth_letters,
         layers=layers(cell),
         pattern=cell.pattern and cell.pattern.replace("|", ""),
-        hidden=HIDDEN,
+        hidden=HIDDEN * cell.wide,
         heads=heads,
         groups=groups,
-        head_dim=4,
-        ffn=24,
+        head_dim=4 * cell.wide,
+        ffn=ffn(cell),
         vocabulary=VOCABULARIES[cell.vocabulary][0],
         std=0.2,
         positions=cell.sequence + 1 if cell.family in ("gpt2", "switch") else 0,
@@ -589,7 +619,7 @@ def network(cell: Cell) -> Network:
         sinks=oss or cell.softmax_type == "learnable",
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
-        expert_ffn=EXPERT_FFN.get(family) or 24,
+        expert_ffn=EXPERT_FFN.get(family) or ffn(cell),
         shared_ffn=SHARED_FFN.get(family, 0),
         shared_gate=family == "switch",
         latent=LATENT.get(family, 0),

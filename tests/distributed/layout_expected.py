@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from tests.harness.rank_pool import RankPools
 from tests.muon import Muon, matrices
 from tests.oracle import Routing, loss_sum_and_count
 from tests.qk_clip import Array, clip
+from tests.rounding_oracle import RoundedLinears, Rule
 from tests.rules import RULES, ByHand
 
 Tensors = dict[str, Tensor]
@@ -186,7 +187,11 @@ def expected(alone: Cell) -> Expected:
         largest.append({})
         model = replace(oracle(alone), largest=largest[-1], unnoted=whole.padding)
         used = weights if adapters is None else adapters.merged(weights)
-        normed = model.normed(used, *fields, dropped, routing)
+        rule = None
+        if alone.recipe is not None:
+            rule = Rule(alone.recipe, alone.hybrid, alone.rounds_weight_gradients, alone.plain_layers)
+        with nullcontext() if rule is None else RoundedLinears(used, rule):
+            normed = model.normed(used, *fields, dropped, routing)
         logits = model.logits_of(used, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         text = torch.cat([whole.tokens, whole.labels[:, -1:]], dim=1)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +43,7 @@ from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.linear import RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
+from megalite.parallel.products import kept_codes
 from megalite.parallel.sharding import Box, Constant, Normal
 from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of
@@ -67,6 +69,7 @@ from tests.distributed.layout_cell import (
     model_config,
     optimizer_config,
     rates,
+    roundings,
     sample_numbers,
 )
 from tests.harness.host_arena import host_arena
@@ -180,6 +183,8 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
+        if cell.recipe is not None:
+            self.engine.within = partial(kept_codes, chunks)
         if cell.offload is not None:
             self.engine.offloading = offloading = offload_layers(chunks, cell.offload)
             if cell.late_copies:
@@ -315,6 +320,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
         attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather", cell.chains),),
+        roundings=roundings(cell),
     )
     for chunk in chunks if cell.adapters is not None else ():
         add_adapters(chunk, ADAPTERS[cell.adapters])

@@ -15,6 +15,7 @@ from tests.harness.wide import wide_except
 
 SP = {"tp": 2, "sequence_parallel": True}
 LORA: Row = {"adapters": "lora", "family": "llama"}
+TABLES: Row = {"adapters": "tables", "family": "llama", "tied": False}
 LAYOUTS: dict[str, Row] = {
     "alone": {**LORA, "dp": 1, "micro_batch_size": 2},
     "alone, gpt2, some": {"adapters": "some", "family": "gpt2", "dp": 1, "documents": True},
@@ -59,10 +60,35 @@ LAYOUTS: dict[str, Row] = {
     },
     "depths": {**LORA, "dp": 1, **SP, "depths": 2},
     "a repeated depth, pp2": {**LORA, "dp": 1, "pp": 2, "depths": 2, "repeated": True},
+    "tables, zb-h1, zero1, tp2-sp": {
+        **TABLES,
+        "pp": 2,
+        "dp": 2,
+        "zero": 1,
+        "schedule": "zb-h1",
+        **SP,
+        "fused_loss": True,
+    },
+    "tables, tp2": {**TABLES, "dp": 1, "tp": 2, "vocabulary": "odd", "documents": True},
+    "tables, tp4-sp, padding alone": {**TABLES, "dp": 1, **SP, "tp": 4, "vocabulary": "empty", "fused_loss": True},
+    "tables, zero3, gpt2": {
+        **TABLES,
+        "dp": 2,
+        "zero": 3,
+        "tp": 2,
+        "family": "gpt2",
+        "overlap": "reduce and gather",
+        "vocabulary": "odd",
+    },
+    "tables, scaled embeddings": {**TABLES, "dp": 1, **SP, "family": "gemma", "recompute": "uniform"},
+    "tables, dora, tp2-sp": {**TABLES, "adapters": "tables, dora", "dp": 1, **SP, "vocabulary": "odd"},
+    "tables, dora, cp2-tp2": {**TABLES, "adapters": "tables, dora", "dp": 1, "cp": 2, "tp": 2, "vocabulary": "empty"},
+    "output layer, dora, cp2-tp2": {**TABLES, "adapters": "head, dora", "dp": 1, "cp": 2, "tp": 2, "vocabulary": "odd"},
+    "output layer, depths": {**TABLES, "adapters": "head, dora", "dp": 1, **SP, "depths": 2},
 }
 OFTEN = [
+    "tables, zb-h1, zero1, tp2-sp",
     "alone, gpt2, some",
-    "tp2",
     "tp4-sp, shared groups, dora",
     "zb-v, tp2-sp",
     "zero3, tp2-sp, dora",

@@ -85,8 +85,7 @@ LATER = (
 
 
 @pytest.mark.wide_except(
-    *("switch-etp2", "mixtral-tp2-sp", "deepseek-pp2", "switch-ep4", "deepseek-ep2-etp2"),
-    *("nemotron-tp2-sp", "kimi-pp2"),
+    *("mixtral-tp2-sp", "deepseek-pp2", "switch-ep4", "deepseek-ep2-etp2"),
 )
 @pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",), later=LATER))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:

@@ -59,7 +59,7 @@ def valid(row: Row) -> bool:
 
 
 ROWS = covering_array(FACTORS, valid, cost=lambda row: row["pp"] * row["tp"] * row["dp"])
-IN_MAKE_TEST = [0, 2, 5]
+IN_MAKE_TEST = [2]
 
 
 def cell_of(row: Row) -> Cell:
@@ -72,7 +72,6 @@ def test_every_pair_of_factors_meets() -> None:
     assert not uncovered(FACTORS, valid, ROWS)
 
 
-@pytest.mark.wide_except("5", "2")
 @pytest.mark.parametrize("number", wide_except(range(len(ROWS)), IN_MAKE_TEST))
 def test_the_training_is_that_without_offloading(number: int, rank_pools: RankPools) -> None:
     cell = cell_of(ROWS[number])

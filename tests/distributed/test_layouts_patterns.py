@@ -59,16 +59,14 @@ LOADS: dict[str, tuple[Row, Row]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", wide_except(PATTERNS, ["tp2-sp", "cp2", "pp2, experts", "zero3, experts", "norms behind"])
-)
+@pytest.mark.parametrize("name", wide_except(PATTERNS, ["cp2", "pp2, experts", "zero3, experts"]))
 def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | PATTERNS[name], dropout=0.1 * (list(PATTERNS).index(name) % 2), steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["tp2-sp", "experts"]))
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["tp2-sp"]))
 def test_a_gpt_and_the_pattern_of_its_halves_have_the_same_bits(layout: str, rank_pools: RankPools) -> None:
     row, pattern = LAYOUTS[layout]
     cell = make_cell({"cp": 1} | row, dropout=0.1, steps=2, optimizer="adam")

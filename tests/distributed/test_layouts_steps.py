@@ -118,7 +118,7 @@ OF_HEADS: dict[str, Row] = {
 """Layouts on which Muon has a matrix for each head, or one of all queries, keys and values."""
 
 
-@pytest.mark.parametrize("name", wide_except(OF_HEADS, ["groups on two ranks", "zero3"]))
+@pytest.mark.parametrize("name", wide_except(OF_HEADS, ["groups on two ranks"]))
 def test_each_head_has_matrices_of_its_own(name: str, rank_pools: RankPools) -> None:
     row = {"cp": 1, "pp": 1, "family": "llama"} | OF_HEADS[name]
     cell = make_cell(row, optimizer="muon", per_head=True, steps=STEPS_OF_MANY)

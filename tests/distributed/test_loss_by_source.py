@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "data and context parallel": {"dp": 2, "cp": 2, "micro_batch_size": 2, "zero": 1},
     "interleaved": {"pp": 2, "schedule": "interleaved-2", "dp": 2, "tp": 2},
 }
-FEW = ("alone", "data parallel, ZeRO 3", "sequence parallel", "context parallel", "pipeline", "depths")
+FEW = ("alone", "data parallel, ZeRO 3", "context parallel", "pipeline")
 
 
 def cell_of(layout: dict[str, Any]) -> Cell:

@@ -106,7 +106,11 @@ def test_ranks_with_and_without_experts_gather_the_same_axes(rank_pools: RankPoo
 
 
 @pytest.mark.parametrize(
-    ("ranks", "axis", "flags"), [(3, "pp", f"--num-layers 3 --pp 3 {UNTIED}"), (2, "dp", ""), (2, "tp", "--tp 2")]
+    ("ranks", "axis", "flags"),
+    [
+        (3, "pp", f"--num-layers 3 --pp 3 {UNTIED}"),
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in ((2, "dp", ""), (2, "tp", "--tp 2"))),
+    ],
 )
 def test_a_slow_rank_is_the_others_wait_on_its_axis(ranks: int, axis: str, flags: str, rank_pools: RankPools) -> None:
     slow = ranks - 1

@@ -1,4 +1,4 @@
-"""Golden losses: 50 steps of each family on mock data, committed as numbers.
+"""Golden losses: 50 steps of each family on mock data, and of a Llama with rounded operands, committed as numbers.
 
 They change only on purpose: `python -m tests.end_to_end.golden --write` writes new ones, and the commit explains why.
 """
@@ -22,10 +22,12 @@ from megalite.optim.learning_rate import LearningRateSchedule, Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
+from megalite_kernels.recipes import recipe
 from tests.harness.stages import LOSS
 
 DIRECTORY = Path(__file__).with_suffix("")
@@ -75,25 +77,40 @@ FAMILIES = {
 }  # fmt: skip
 """Without experts: a choice that is as good as even would depend on the kind of processor."""
 
+RECIPES = {
+    "tensorwise": Rounding(recipe("tensorwise")),
+    "tensorwise, hybrid, weight gradients": Rounding(recipe("tensorwise", "hybrid"), weight_gradients=True),
+    "blockwise": Rounding(recipe("blockwise")),
+    "blockwise, weight gradients": Rounding(recipe("blockwise"), weight_gradients=True),
+    "mxfp8": Rounding(recipe("mxfp8"), weight_gradients=True),
+    "nvfp4": Rounding(recipe("nvfp4")),
+}
+"""Roundings of all layers of a Llama. In float64, since what bf16 rounds depends on the processor."""
+
+
+def rounded_losses(way: str, dtype: torch.dtype) -> list[float]:
+    """Return the losses of a Llama with one of `RECIPES`."""
+    return losses(LLAMA, dtype, Roundings((RECIPES[way],) * LLAMA.num_layers))
+
 
 def dtypes(family: str) -> tuple[str, ...]:
     """Return the dtypes of a family. In float32, which keys an indexer chooses would depend on the processor, too."""
     return ("float64",) if FAMILIES[family].dsa_indexer_topk is not None else DTYPES
 
 
-def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+def losses(config: ModelConfig, dtype: torch.dtype, roundings: Roundings = UNROUNDED) -> list[float]:
     """Return the mean loss of each step, on one process with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _train(config, dtype)
+        return _train(config, dtype, roundings)
     finally:
         torch.set_num_threads(threads)
 
 
-def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+def _train(config: ModelConfig, dtype: torch.dtype, roundings: Roundings) -> list[float]:
     mesh = ParallelMesh()
-    network = GPT(config, mesh, dtype=dtype)
+    network = GPT(config, mesh, dtype=dtype, roundings=roundings)
     initialize(network, SEED)
     optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
     schedule = LearningRateSchedule(
@@ -127,7 +144,7 @@ def micro_batch(dataset: MockDataset, first: int, dtype: torch.dtype) -> MicroBa
 
 
 def read(family: str) -> dict[str, list[float]]:
-    """Return the committed losses of a family by dtype."""
+    """Return the committed losses of a family by dtype, or those of "recipes" by recipe."""
     committed: dict[str, list[float]] = json.loads((DIRECTORY / f"{family}.json").read_text())
     return committed
 
@@ -138,18 +155,23 @@ def main() -> None:
     write = parser.parse_args().write
     for family, config in FAMILIES.items():
         now = {dtype: losses(config, getattr(torch, dtype)) for dtype in dtypes(family)}
-        if write:
-            (DIRECTORY / f"{family}.json").write_text(json.dumps(now, indent=1) + "\n")
-        committed = read(family)
-        for dtype in now:
-            pairs = zip(now[dtype], committed[dtype], strict=True)
-            furthest = max(abs(a - b) / b for a, b in pairs)
-            course = f"loss {now[dtype][0]:.4f} to {now[dtype][-1]:.4f}"
-            print(f"{family} {dtype}: {course}, furthest from the committed ones by {furthest:.2g} of them")
+        _compare(family, now, write=write)
         if "float32" not in now:
             continue
         drift = max(abs(a - b) / b for a, b in zip(now["float32"], now["float64"], strict=True))
         print(f"{family}: float32 drifts from float64 by {drift:.2g}")
+    _compare("recipes", {way: rounded_losses(way, torch.float64) for way in RECIPES}, write=write)
+
+
+def _compare(name: str, now: dict[str, list[float]], *, write: bool) -> None:
+    """Print how far losses are from the committed ones, which they replace if they are to be written."""
+    if write:
+        (DIRECTORY / f"{name}.json").write_text(json.dumps(now, indent=1) + "\n")
+    committed = read(name)
+    for key in now:
+        furthest = max(abs(a - b) / b for a, b in zip(now[key], committed[key], strict=True))
+        course = f"loss {now[key][0]:.4f} to {now[key][-1]:.4f}"
+        print(f"{name} {key}: {course}, furthest from the committed ones by {furthest:.2g} of them")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.checkpoint.fingerprint import fingerprint_of
+from megalite.checkpoint.manifest import read_manifest
+from megalite.conversion.adapters import InMemory
 from tests.end_to_end.runs import (
     LLAMA,
     MOCK,
@@ -66,6 +71,31 @@ def test_adapters_alone_are_saved_and_continue_bit_for_bit(run: Run, base: Path,
     assert abs(losses(parts)[-1] - losses(whole)[-1]) < 1e-5
 
 
+@pytest.mark.wide
+def test_adapters_of_tables_are_saved_and_merged_as_others(run: Run, base: Path, tmp_path: Path) -> None:
+    """Resume under another layout, whose ranks have other rows of the vocabulary, and read a folder of PEFT."""
+    names = words("--lora-target-modules query lm_head embed_tokens")
+    flags = (*CONSTANT, *LORA, *names)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(*flags, "--train-iters", 4, "--save", whole)
+    split = words("--tp 2 --sequence-parallel --fused-linear-cross-entropy --use-distributed-optimizer")
+    run(*flags, *split, "--train-iters", 2, "--save", parts, world_size=2)
+    run(*flags, *words("--pp 2"), "--train-iters", 4, "--save", parts, *RESUMED, world_size=2)
+    assert max(abs(a - b) for a, b in zip(losses(parts), losses(whole), strict=True)) < 1e-5
+    assert {"model/output_layer.lora_a", "model/embedding.word_embeddings.lora_b"} <= saved_tensors(
+        step(parts, 4)
+    ).keys()
+    run(*flags, "--load", base, "--train-iters", 2, "--save", tmp_path / "own")
+    convert = words("--loader megalite --load-dir")
+    run_tool("convert", *convert, tmp_path / "own", *words("--saver peft --save-dir"), tmp_path / "peft")
+    run_tool("convert", *convert, tmp_path / "own", *words("--saver megalite --save-dir"), tmp_path / "merged")
+    short = words("--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 0 --eval-iters 0 --train-iters 1")
+    run(*short, "--load", tmp_path / "peft", "--save", tmp_path / "of peft")
+    run(*CONSTANT, "--train-iters", 1, "--load", tmp_path / "merged", "--finetune", "--save", tmp_path / "of merged")
+    assert abs(losses(tmp_path / "of peft")[0] - losses(tmp_path / "of merged")[0]) < 1e-5
+
+
+@pytest.mark.wide
 def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path: Path) -> None:
     own, save = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run"
     flags = (*CONSTANT, *LORA, "--load", own)
@@ -81,12 +111,29 @@ def test_another_base_and_other_flags_are_refused(run: Run, base: Path, tmp_path
     run(*CONSTANT, "--train-iters", 2, "--save", own)
     shutil.rmtree(step(own, 2))
     shutil.copytree(step(base, 2), step(own, 2))
-    run(*more, *LORA)  # the same weights, in another copy
+    told = read_manifest(step(save, 1))
+    weights = saved_weights(step(base, 2))
+    first = fingerprint_of(InMemory(weights), weights, lambda name: weights[name].dtype, places=False)
+    aged = replace(told, config={**told.config, "base": {**told.config["base"], "fingerprint": first}})
+    (step(save, 1) / "manifest.json").write_text(aged.to_json())
+    run(*more, *LORA)  # the same weights in another copy, and a fingerprint of the first version
+    assert read_manifest(step(save, 2)).config["base"] == told.config["base"]
     run(*CONSTANT, "--train-iters", 3, "--save", own, *RESUMED)
     shutil.rmtree(step(own, 2))
     step(own, 3).rename(step(own, 2))
     changed = run(*more[:-2], *LORA, *RESUMED, "--train-iters", 3, expected=93).stderr
     assert f"has adapters of other weights than {step(own, 2)} gives now" in changed
+    whole = (*more[:-2], *LORA, *RESUMED, "--train-iters", 3, "--load")
+    assert "has adapters itself" in run_tool("generate", "--load", save, "--base", save, "--prompt", "1").stderr
+    run(*whole, base)  # where the weights are that the named place had
+    assert read_manifest(step(save, 3)).config["base"] == {**told.config["base"], "path": str(step(base, 2))}
+    run(*whole, own, "--train-iters", 4)  # which the run began with
+    for damaged in (3, "a\0b"):
+        odd = replace(told, config={**told.config, "base": {**told.config["base"], "path": damaged}})
+        (step(save, 4) / "manifest.json").write_text(odd.to_json())
+        said = run_tool("generate", "--load", step(save, 4), "--prompt", "1").stderr
+        assert said.startswith("error: ")
+        assert "which is no folder" in said
 
 
 def test_frozen_weights_stay_and_have_no_state(run: Run, base: Path, tmp_path: Path) -> None:
@@ -106,6 +153,7 @@ def test_frozen_weights_stay_and_have_no_state(run: Run, base: Path, tmp_path: P
     assert "is of a run that trained other weights" in other
 
 
+@pytest.mark.wide
 def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, tmp_path: Path) -> None:
     """A run that continues with the adapters in such a folder begins with the loss that the first one would have."""
     own = tmp_path / "run"
@@ -126,3 +174,62 @@ def test_adapters_are_merged_and_read_as_a_folder_of_peft(run: Run, base: Path, 
         run(*CONSTANT, "--train-iters", 1, "--distill-from", tmp_path / name, "--save", tmp_path / f"taught by {name}")
     taught = [metrics(tmp_path / f"taught by {name}")[0]["distill_loss"] for name in ("peft", "merged")]
     assert abs(taught[0] - taught[1]) < 1e-5 < taught[0]
+
+
+def test_the_base_of_adapters_is_named_to_tools_after_it_has_moved(run: Run, base: Path, tmp_path: Path) -> None:
+    """The rotary embeddings of the run are others than those of the base, and its choice of matrices is said anew."""
+    own, save, moved = Path(shutil.copytree(base, tmp_path / "own")), tmp_path / "run", tmp_path / "moved"
+    longer = (*CONSTANT, *words("--lora-rank 4 --allow-changed-rotary --rotary-base 500000"), "--save", save)
+    run(*longer, "--load", own, "--train-iters", 1)
+    own.rename(moved)
+    every = words("--lora-alpha 4 --lora-target-modules query key value attention.output gate up down")
+    run(*longer, *every, "--load", moved, "--train-iters", 2, *RESUMED)
+    moved.rename(tmp_path / "again")
+    said = words("--prompt '1 2' --max-new-tokens 4 --temperature 0")
+    merge = (*words("--loader megalite --saver megalite --load-dir"), save, "--save-dir", tmp_path / "merged")
+    for tool, flags in (("generate", ("--load", save, *said)), ("convert", merge)):
+        assert "(--base of generate, evaluate and convert names another)" in run_tool(tool, *flags).stderr
+    where = ("--base", tmp_path / "again")
+    assert run_tool("convert", *merge, *where).code == 0
+    assert run_tool("generate", "--load", save, *said, *where).code == 0
+    (tmp_path / "text.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8"}\n')
+    figures = [
+        run_tool("evaluate", "--load", folder, "--text", tmp_path / "text.jsonl", *more).stdout
+        for folder, more in ((save, where), (tmp_path / "merged", ()), (base, ()))
+    ]
+    assert figures[0] == figures[1] != figures[2]
+    whole = run_tool("generate", "--load", base, *said, *where)
+    assert whole.code == 93
+    assert "has no adapters, and all of its weights" in whole.stderr
+    peft = words("--loader megalite --saver peft --load-dir")
+    refused = run_tool("convert", *peft, save, "--save-dir", tmp_path / "peft", *where)
+    assert "has other rotary embeddings than its base, which a folder of PEFT cannot say" in refused.stderr
+    run(*CONSTANT, *words("--lora-rank 4 --lr 1e39 --train-iters 1 --save"), tmp_path / "wild", "--load", base)
+    wild = run_tool("generate", "--load", tmp_path / "wild", *said).stderr
+    assert re.search(r"iter_0000001: layers\.\S+\.lora_[ab] has NaN or infinities: take an earlier checkpoint", wild)
+
+
+def test_depths_that_would_never_be_trained_are_refused(run: Run, base: Path) -> None:
+    anew = words("--lora-rank 4 --finetune --mtp-num-layers 1 --train-iters 1")
+    refused = run(*CONSTANT, *anew, "--load", base, expected=93).stderr
+    assert "does not have the depths of multi-token prediction of this run (1), and --lora-rank would never" in refused
+
+
+@pytest.mark.wide
+def test_adapters_know_a_base_whose_depths_they_leave_out(run: Run, tmp_path: Path) -> None:
+    """A base with experts, too, whose routers have biases."""
+    experts = words("--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --swiglu")
+    network = (*CONSTANT, *experts, "--moe-router-enable-expert-bias")
+    run(*network, *words("--mtp-num-layers 1 --train-iters 2 --save"), tmp_path / "base")
+    flags = (*network, *words("--moe-router-bias-update-rate 0 --finetune --lora-rank 4 --load"), tmp_path / "base")
+    run(*flags, "--train-iters", 1, "--save", tmp_path / "run")
+    run(*flags, "--train-iters", 2, "--save", tmp_path / "run", *RESUMED)
+    merge = words("--loader megalite --saver megalite --load-dir")
+    assert run_tool("convert", *merge, tmp_path / "run", "--save-dir", tmp_path / "merged").stderr == ""
+    merged, whole = (saved_tensors(path) for path in (step(tmp_path / "merged", 0), step(tmp_path / "base", 2)))
+    assert {name for name in whole if name.startswith(("model/", "state/"))} - merged.keys() == {
+        name for name in whole if name.startswith(("model/mtp.", "state/mtp."))
+    }
+    for name in merged:
+        if name.startswith("state/"):
+            assert_bits_equal(merged[name], whole[name], name)

@@ -118,7 +118,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
         (["--global-batch-size", "6"], ["--global-batch-size 6", "--micro-batch-size 2"]),
         pytest.param(["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"], marks=pytest.mark.wide),
-        (["--fp8-format", "e4m3"], ["Transformer Engine"]),
+        (["--fp8-format", "e4m3", "--fp8-recipe", "delayed"], ["--fp8-recipe delayed", "past steps", "tensorwise"]),
         (["--bf16", "--fp64"], ["--bf16", "--fp64"]),
         pytest.param(["--bf16", "true"], ["--bf16 takes no value"], marks=pytest.mark.wide),
         pytest.param(["--seq-length"], ["--seq-length needs one value"], marks=pytest.mark.wide),

@@ -42,6 +42,7 @@ WIDE = {
     "gpt/gpt3_mcore_te_tp2_pp2_dsa": (4, 1),
     "gpt/gpt3_mcore_te_tp2_pp2_mla": (4, 1),
     "gpt/gpt3_mcore_te_tp2_pp2_mla_1node": (2, 1),
+    "moe/deepseek_proxy_fsdp_ep2_fsdp2": (4, 2),
     "moe/deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap": (2, 1),
     "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed": (4, 1),
     "mixtral/deepseekv3_proxy_flex_tp1pp4emp16etp1cp1_release": (4, 1),

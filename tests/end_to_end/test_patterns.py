@@ -11,6 +11,7 @@ import pytest
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Run, ended, losses, words
 from tests.harness.job import Job
 from tests.harness.tool import run_tool
+from tests.harness.wide import wide_except
 
 FLAGS = [*MOCK, *GPT2[: GPT2.index("--num-layers")], *GPT2[GPT2.index("--num-layers") + 2 :]]
 """Flags of a run without those of its layers."""
@@ -52,7 +53,7 @@ def test_a_run_with_recurrent_layers_resumes_with_the_same_bits(run: Run, tmp_pa
     assert len(losses(tmp_path / "parts")) == 4
 
 
-@pytest.mark.parametrize("program", ["pretrain_hybrid.py", "pretrain_mamba.py"])
+@pytest.mark.parametrize("program", wide_except(["pretrain_hybrid.py", "pretrain_mamba.py"], ["pretrain_hybrid.py"]))
 def test_megatrons_programs_for_patterns_train_as_the_gpts_does(
     program: str, spawn: Callable[..., Job], run: Run, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ _OF_ANY_NETWORK = {
 }
 
 
+@pytest.mark.wide_except("megalite")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_draws_are_valid_and_a_seed_gives_them_again(program: str) -> None:
     found = list(draws(program, "1", 40))
@@ -46,6 +47,7 @@ def test_draws_are_valid_and_a_seed_gives_them_again(program: str) -> None:
     assert {"bf16" in each.text or "bfloat16" in each.text for each in found} == {True, False}
 
 
+@pytest.mark.wide_except("megalite")
 @pytest.mark.parametrize("program", ["megatron", "megalite"])
 def test_draws_have_each_axis_and_many_features(program: str) -> None:
     texts = [each.text for each in draws(program, "1", 120)]

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.config.adapters import AdaptersConfig
-from megalite.errors import ConfigurationError
+from megalite.conversion.adapters import Adapters, InMemory
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.model.gpt import GPT
-from megalite.parallel.adapter import Adaptable, adaptable_matrices, add_adapters
+from megalite.parallel.adapter import Adaptable, adaptable_layers, add_adapters, named
+from megalite.parallel.adapter_matrices import MAGNITUDE, A, B
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.tasks.adapters import check_names
+from megalite.parallel.sharding import Box
+from megalite.tasks.adapters import check_names, check_same_adapters
 from tests.distributed.layout_cell import Cell, model_config
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches
 from tests.dropout_rule import Dropout
 from tests.harness.close import assert_parameter_close
+from tests.harness.poison import poisoned_memory
 from tests.harness.stages import LOSS
 
 RATE, STEPS = 0.05, 3
@@ -109,6 +115,71 @@ def test_dropout_is_of_the_input_of_adapters_alone(make: type[ColumnParallelLine
         layer(x)
 
 
+def adapted_layer(weight: Tensor, config: AdaptersConfig, dtype: torch.dtype) -> ColumnParallelLinear:
+    """Return a layer of this weight, with a B of zeros."""
+    context = ParallelContext(ParallelMesh(), dtype=dtype)
+    layer = ColumnParallelLinear(context, "up", weight.shape[1], weight.shape[0], bias=False)
+    add_adapters(layer, config)
+    initialize(layer, 1)
+    with torch.no_grad():
+        layer.weights_to_adapt()[0].copy_(weight)
+    return layer
+
+
+def test_padding_of_a_table_has_a_gradient_of_zeros() -> None:
+    """Write a gradient where memory had other values, as ZeRO 2 and 3 do."""
+    cell = replace(CELL, tied=False, vocabulary="odd")
+    (network,) = initialized_chunks(ParallelMesh(), cell)
+    add_adapters(network, AdaptersConfig(lora_rank=2, lora_target_modules=("output_layer",)))
+    initialize(network, 1)
+    with poisoned_memory():
+        network({}, next(local_micro_batches(cell, 0, 0))).terms[LOSS].backward()
+    assert network.head is not None
+    (b,) = network.head.output.b
+    assert b.grad is not None
+    assert b.grad[:29].all()
+    assert not b.grad[29:].any()
+
+
+def test_a_row_of_zeros_is_finite_under_dora() -> None:
+    """It stays, with gradients of plain LoRA. So it does when adapters are merged."""
+    weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight[2] = 0.0
+    dora = AdaptersConfig(lora_rank=2, use_dora=True)
+    layer, plain = (adapted_layer(weight, each, torch.float64) for each in (dora, replace(dora, use_dora=False)))
+    x = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    output = layer(x)
+    assert torch.allclose(output, x @ weight.T, atol=1e-12)
+    output.square().sum().backward()
+    assert all(each.grad.isfinite().all() for each in (layer.a, layer.b[0], layer.magnitudes[0]))
+    layer.b[0].grad = None
+    for each in (layer, plain):
+        each(x)[..., 2].sum().backward()
+    assert torch.equal(layer.b[0].grad, plain.b[0].grad)
+    with torch.no_grad():
+        layer.b[0][2] = 0.5
+    assert torch.equal(layer(x)[..., 2], torch.zeros(4, 2, dtype=torch.float64))  # its length is still none
+    tensor = layer.weights_to_adapt()[0].sharding.pieces[0].tensor
+    own = {f"up.{A}": layer.a, f"up.{B}": torch.zeros(5, 2).double(), f"up.{MAGNITUDE}": layer.magnitudes[0]}
+    merged = Adapters(dora, InMemory({"up.weight": weight}), InMemory(own), {"up.weight": tensor}).merged()
+    found = torch.empty(5, 6, dtype=torch.float64)
+    merged.fill("up.weight", Box.whole((5, 6)), found)
+    assert torch.allclose(found, weight, atol=1e-12)
+
+
+def test_lengths_are_not_rounded_to_bf16_before_they_are_applied() -> None:
+    """In bf16 the number next to 1 is 1.0078: rows of that length differ from those of 1.006 in every token."""
+    generator = torch.Generator().manual_seed(1)
+    weight, x = torch.randn(64, 32, generator=generator), torch.randn(256, 4, 32, generator=generator)
+    layer = adapted_layer(weight, AdaptersConfig(lora_rank=2, use_dora=True), torch.bfloat16)
+    before = layer(x.bfloat16()).double()
+    with torch.no_grad():
+        layer.magnitudes[0].copy_(0.006 * weight.norm(dim=1))
+        after = layer(x.bfloat16())
+    assert (after == (before * 1.006).bfloat16()).float().mean() > 0.98
+    assert all(each.dtype == torch.bfloat16 for each in (layer.a, layer.b[0], layer.magnitudes[0]))
+
+
 class Places:
     def __init__(self, key: RandomKey, layout: SequenceLayout) -> None:
         self.key, self.layout, self.rows = key, layout, layout.part(0, 1)
@@ -135,11 +206,47 @@ def test_names_that_a_network_does_not_have_are_refused() -> None:
     refused(AdaptersConfig(freeze=("*.query",)), "layers.0.attention.query, and not layers.0.attention.key_value, with")
 
 
+def test_adapters_are_the_same_by_their_scale_and_their_matrices() -> None:
+    model, saved = model_config(CELL), AdaptersConfig(lora_rank=4)
+
+    def different(**changes: Any) -> str:
+        try:
+            check_same_adapters("run", saved, replace(saved, **changes), model)
+        except CheckpointError as error:
+            return str(error).partition("\n  ")[2]
+        return ""
+
+    every = ("q_proj", "k_proj", "value", "*.output", "gate", "up", "down")
+    for same in ({"lora_alpha": 4.0}, {"lora_alpha": 2.0, "use_rslora": True}, {"lora_target_modules": every}):
+        assert not different(**same)
+    assert not different(lora_dropout=0.5, lora_target_modules=("*",))
+    assert different(lora_alpha=8.0) == "--lora-alpha: None in the checkpoint, 8.0 in this run"
+    assert different(use_rslora=True) == "--use-rslora: False in the checkpoint, True in this run"
+    assert different(use_dora=True).startswith("--use-dora: False")
+    assert different(lora_rank=2).startswith("--lora-rank: 4")
+    assert different(lora_target_modules=every[1:]).startswith("--lora-target-modules: ('all-linear',)")
+
+
 def test_each_part_of_a_fused_weight_has_a_name() -> None:
     network = GPT(model_config(replace(CELL, family="mixtral")), ParallelMesh(device=torch.device("meta")))
-    names = [matrix.name for matrix in adaptable_matrices(network) if matrix.name.startswith("layers.0.")]
+    matrices = [matrix for layer in adaptable_layers(network) for matrix in layer.matrices()]
+    names = [matrix.name for matrix in matrices if matrix.name.startswith("layers.0.")]
     attention = ["query", "key", "value", "output"]
     assert names == [*(f"layers.0.attention.{each}" for each in attention), *(f"layers.0.moe.{n}" for n in OF_EXPERTS)]
+
+
+def test_tables_have_adapters_where_they_are_named_and_are_their_layers_own() -> None:
+    def found(cell: Cell, *targets: str) -> list[str]:
+        network = GPT(model_config(cell), ParallelMesh(device=torch.device("meta")))
+        matrices = named((m for layer in adaptable_layers(network) for m in layer.matrices()), targets)
+        return [matrix.name for matrix in matrices if matrix.is_table]
+
+    untied, both = replace(CELL, tied=False), ["embedding.word_embeddings", "output_layer"]
+    assert found(untied, "all-linear", "output") == []
+    assert found(untied, "lm_head", "embed_tokens") == found(untied, "word_embeddings", "output_layer") == both
+    assert found(untied, "*") == both
+    assert found(CELL, "*") == []
+    assert found(replace(untied, depths=1), "*") == ["output_layer"]
 
 
 OF_EXPERTS = ("gate", "up", "down")

@@ -219,6 +219,20 @@ def test_weights_of_others_are_rounded_and_their_masters_are_not(name: str) -> N
     assert_new(optimizer, weights)
 
 
+@pytest.mark.parametrize("name", NEW)
+def test_weights_that_are_not_loaded_keep_their_values_in_masters_too(name: str) -> None:
+    weights = named(build(seed=3)[0])
+    network = GPT(MODEL, MESH, dtype=torch.bfloat16)
+    initialize(network, 5)
+    optimizer = make_optimizer([network], MESH, NEW[name], DataParallel(torch.float32, bucket_size=500))
+    kept = "embedding.word"
+    first = named(network)[kept].float()
+    others = {each: values for each, values in weights.items() if each != kept}
+    checkpoint.load_weights(Given(others), "a source", network, optimizer, MESH, {kept})
+    assert first.any()
+    assert_new(optimizer, {**others, kept: first})
+
+
 def test_weights_of_another_precision_come_from_the_finest_there_are(tmp_path: Path) -> None:
     """Weights with more bits come from masters; masters come from weights without masters."""
     low, high = build(dtype=torch.bfloat16), build(seed=1)

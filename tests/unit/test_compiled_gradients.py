@@ -36,9 +36,10 @@ from megalite.parallel.linear import _ColumnParallel, _RowParallel
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import PLAIN
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite.parallel.sharding import LogicalTensor, Normal, Piece, Sharding
 from megalite.parallel.state import Tally
 from megalite.training.kernels import compile_layers
 from megalite_kernels.activation import activation, exact_geglu, geglu, sigmoid_gated, swiglu
@@ -100,6 +101,11 @@ def weight(dtype: torch.dtype, *shape: int, axes: dict[int, tuple[str, ...]] | N
     return made
 
 
+def of_tokens(sharding: Sharding) -> Piece:
+    (piece,) = sharding.pieces
+    return replace(piece, tensor=replace(piece.tensor, is_embedding_or_output=True))
+
+
 def adapted_layers(dtype: torch.dtype) -> Iterator[Adaptable]:
     """Yield layers with trained adapters."""
     context = ParallelContext(ParallelMesh(), dtype=dtype)
@@ -149,8 +155,14 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     embedding = VocabParallelEmbedding(context, table.sharding)
     embedding.weight = table
     yield "embedding", (lambda _: embedding(ids), [table])
-    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, None, w), [x, weight(dtype, 6, 8)])
-    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, None, w), [x, weight(dtype, 6, 8)])
+    looked_up = VocabParallelEmbedding(context, replace(table.sharding, pieces=(of_tokens(table.sharding),)))
+    add_adapters(looked_up, AdaptersConfig(lora_rank=2, lora_target_modules=("weight",)))
+    initialize(looked_up.to(dtype), 1)
+    with torch.no_grad():
+        looked_up.b[0].copy_(numbers(dtype, 8, 2))
+    yield "embedding with adapters", (lambda *_: looked_up(ids), factors_of(looked_up))
+    yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, PLAIN, None, w), [x, weight(dtype, 6, 8)])
+    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, PLAIN, None, w), [x, weight(dtype, 6, 8)])
     for layer in adapted_layers(dtype):
         yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])

@@ -936,10 +936,6 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
             "--moe-aux-loss-coeff has 1 number for 2 of --moe-router-load-balancing-type",
         ),
         (
-            "--moe-router-load-balancing-type seq_aux_loss",
-            "--moe-router-load-balancing-type seq_aux_loss does nothing with --moe-aux-loss-coeff 0: drop it",
-        ),
-        (
             "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0",
             "--moe-router-load-balancing-type global_aux_loss does nothing with --moe-aux-loss-coeff 0: drop it",
         ),
@@ -1355,6 +1351,16 @@ def test_derived_sizes_are_megatrons() -> None:
     assert [config_of(f"--vocab-size {size}").model.padded_vocab_size(2) for size in (1, 256, 257)] == [256, 256, 512]
     with pytest.raises(ConfigurationError, match="--vocab-size"):
         gpt.padded_vocab_size(1)
+
+
+def test_a_balancing_loss_of_weight_0_is_idle() -> None:
+    """Megatron-LM takes one, and its own commands give one."""
+    given = "--moe-router-load-balancing-type global_aux_loss"
+    parsed = parse_arguments(f"{VALID} --num-experts 4 {given}".split())
+    assert parsed.config.model == config_of("--num-experts 4").model
+    assert f"{given}: changes nothing, since --moe-aux-loss-coeff is 0" in parsed.notes
+    (line,) = problems(given)
+    assert line.startswith("--moe-router-load-balancing-type needs --num-experts")
 
 
 def test_precision_is_a_dtype_by_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,13 @@ def test_what_are_no_blocks_is_refused_before_it_is_read(what: str) -> None:
     stored = {name: (Kind(tuple(each.shape), each.dtype), fail) for name, each in tensors.items()}
     with pytest.raises(CheckpointError, match=words):
         unpacked(stored, {})
+
+
+@pytest.mark.parametrize(("scale", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-0.5, "-0.5")])
+def test_what_is_no_scale_is_refused(scale: float, shown: str) -> None:
+    scales = torch.tensor([[1.0], [scale]])
+    with pytest.raises(CheckpointError, match=rf"^a.weight_scale_inv has {shown} for tile 1, 0: a scale is 0 or more$"):
+        read(PAIR | {"a.weight_scale_inv": scales})
 
 
 def test_values_without_scales_are_refused(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def mapping(rules: tuple[Rule, ...]) -> list[FileTensor]:
 def opened(folder: Path, tensors: dict[str, Tensor], rules: tuple[Rule, ...] = OF_EACH) -> FromFiles:
     save_file(tensors, folder / "model.safetensors")
     family, tensors_of_files = Family("toy", "Toy", (), {}, rules), mapping(rules)
-    files = HuggingFaceFiles(folder, family, frozenset(tensor.name for tensor in tensors_of_files))
+    files = HuggingFaceFiles(folder, {}, family, frozenset(tensor.name for tensor in tensors_of_files))
     return FromFiles(files, tensors_of_files, LOGICAL)
 
 

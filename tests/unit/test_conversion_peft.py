@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from megalite.checkpoint import load_weights
 from megalite.config.adapters import AdaptersConfig
-from megalite.conversion.adapters import Adapters
+from megalite.conversion.adapters import Adapters, InMemory
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel, tensors_of_training
-from megalite.conversion.peft import CONFIG, WEIGHTS, _InMemory, write_peft
+from megalite.conversion.peft import CONFIG, WEIGHTS, write_peft
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.costly
 TOKENS = theirs.tokens()
 CLOSE, MATTERS = 1e-5, 1e-3
 PLAIN: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, dora": ("llama", {**PLAIN, "use_dora": True}),
     "llama, some, ranks": (
@@ -50,8 +51,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, attention": ("mixtral", {**PLAIN, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
     "deepseek-v3, latents": ("deepseek-v3", {**PLAIN, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}),
     "granite": ("granite-dense", PLAIN),
+    "llama, tables": ("llama", {**PLAIN, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "llama, tables, dora": ("llama", {**PLAIN, "target_modules": ["lm_head", "embed_tokens"], "use_dora": True}),
+    "gpt-neox, tables, rslora": (
+        "gpt-neox",
+        {**PLAIN, "target_modules": ["embed_in", "embed_out"], "use_rslora": True},
+    ),
+    "mixtral, experts": ("mixtral", {**PLAIN, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "mixtral, downs of experts": ("mixtral", {**PLAIN, "target_modules": [], "target_parameters": EXPERTS[1:]}),
+    "qwen3-moe, a layer": (
+        "qwen3-moe",
+        {**PLAIN, "target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    ),
+    "deepseek-v3, experts": ("deepseek-v3", {**PLAIN, "target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    "gpt-oss, experts": (
+        "gpt-oss",
+        {"r": 3, "lora_alpha": 1, "target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    ),
 }
-OFTEN = ["llama, dora", "llama, some, ranks", "gpt2, fused", "deepseek-v3, latents"]
+OFTEN = [
+    "llama, tables",
+    "mixtral, experts",
+    "llama, dora",
+    "llama, some, ranks",
+    "gpt2, fused",
+    "deepseek-v3, latents",
+]
 
 
 def saved_by_peft(folder: Path, name: str, options: dict[str, Any]) -> Tensor:
@@ -111,7 +136,7 @@ def drawn_adapters(folder: Path, name: str, config: AdaptersConfig) -> OpenedMod
         if parameter.requires_grad
     }
     path = str(folder / "base")
-    adapters = Adapters(config, base.source, _InMemory(own), tensors_of_training(base.config), path)
+    adapters = Adapters(config, base.source, InMemory(own), tensors_of_training(base.config), path)
     return replace(base, source=adapters.merged(), adapters=adapters)
 
 
@@ -122,6 +147,26 @@ OWN: dict[str, tuple[str, AdaptersConfig]] = {
     "gpt2, fused, rslora": ("gpt2", AdaptersConfig(lora_rank=3, lora_alpha=2.0, use_rslora=True)),
     "gpt-neox, fused, dora": ("gpt-neox", AdaptersConfig(lora_rank=2, use_dora=True)),
     "qwen3": ("qwen3", AdaptersConfig(lora_rank=2)),
+    "llama, tables": (
+        "llama",
+        AdaptersConfig(lora_rank=3, lora_target_modules=("all-linear", "lm_head", "embed_tokens")),
+    ),
+    "llama, tables, dora": (
+        "llama",
+        AdaptersConfig(lora_rank=3, lora_target_modules=("lm_head", "up", "embed_tokens"), use_dora=True),
+    ),
+    "mixtral": ("mixtral", AdaptersConfig(lora_rank=3, lora_alpha=2.0)),
+    "mixtral, gates, rslora": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("gate",), use_rslora=True)),
+    "mixtral, a layer": ("mixtral", AdaptersConfig(lora_rank=2, lora_target_modules=("layers.1.moe.*", "query"))),
+    "olmoe": ("olmoe", AdaptersConfig(lora_rank=2)),
+    "deepseek-v3, experts": (
+        "deepseek-v3",
+        AdaptersConfig(lora_rank=2, lora_target_modules=("moe.gate", "moe.up", "moe.down")),
+    ),
+    "gpt-oss, experts": ("gpt-oss", AdaptersConfig(lora_rank=2, lora_alpha=0.5, lora_target_modules=("moe.*",))),
+    "nemotron, experts": ("nemotron-h", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.up", "moe.down"))),
+    "minimax-m2": ("minimax-m2", AdaptersConfig(lora_rank=2)),
+    "qwen3-moe, experts": ("qwen3-moe", AdaptersConfig(lora_rank=2, lora_target_modules=("moe.*", "query"))),
 }
 
 
@@ -160,12 +205,16 @@ def test_what_cannot_be_said_or_computed_is_refused(tmp_path: Path) -> None:
     refused({"alpha_pattern": ["a"]}, "must be objects")
     refused({"lora_dropout": "x"}, "lora_dropout is 'x', which is no share below 1")
     refused({"base_model_name_or_path": "x" * 5000}, "which is no folder of a base here")
+    refused({"target_parameters": "w"}, "target_parameters is 'w', and no list of names")
     refused({"r": 3}, r"q_proj.lora_A.weight has shape \[2, 24\], and not \[3, 24\]")
     refused({"base_model_name_or_path": "meta-llama/Llama-3"}, "which is no folder of a base here")
     name = next(iter(tensors))
     refused({}, "belongs to no matrix", {name.replace("q_proj", "qq_proj"): tensors[name]})
     refused({}, "is missing", {name: tensors[name]})
+    refused({}, "q_proj.lora_A.weight has NaN or infinities", tensors | {name: tensors[name] / 0})
     refused({}, "it has no adapters", {})
-    experts = drawn_adapters(tmp_path / "mixtral", "mixtral", AdaptersConfig(lora_rank=2))
-    with pytest.raises(CheckpointError, match=r"PEFT has no adapters of layers\.0\.moe\.down"):
+    changed = {**tensors, "base_model.model.lm_head.base_layer.weight": torch.zeros(2, 2)}
+    refused({}, "lm_head.base_layer.weight has other values than the base", changed)
+    experts = drawn_adapters(tmp_path / "deepseek", "deepseek-v3", AdaptersConfig(lora_rank=2))
+    with pytest.raises(CheckpointError, match=r"PEFT takes the name of model\.layers\.0\.mlp\.gate_proj for that"):
         write_peft(experts, tmp_path / "out")

@@ -181,7 +181,7 @@ def test_a_program_in_the_place_of_weights_is_not_run(name: str, tmp_path: Path)
     save_program(path, made)
     with pytest.raises(CheckpointError, match="which no file of tensors has"):
         if name == "pytorch_model.bin":
-            HuggingFaceFiles(tmp_path, LLAMA, frozenset())
+            HuggingFaceFiles(tmp_path, {}, LLAMA, frozenset())
         else:
             read_torch_file(path, 0, path.stat().st_size if name == "__0_0.distcp" else None)
     assert not made.exists()

@@ -11,6 +11,7 @@ ALLOWED = {
     "kernels/megalite_kernels/grouped.py": "asks the GPU at hand for its capability",
     "kernels/megalite_kernels/launch.py": "asks the GPU at hand for its multiprocessors",
     "kernels/megalite_kernels/measure.py": "times what runs here",
+    "kernels/megalite_kernels/scaled_products.py": "asks the GPU at hand for its capability, and none for a plan",
     "kernels/megalite_kernels/permutation.py": "asks whether the host has the values at hand",
     "kernels/megalite_kernels/torch_internals.py": "asks torch which operator it takes here; all do the same work",
     "megalite/extras/doctor/consistency.py": "compares the devices at hand",

@@ -20,8 +20,10 @@ from benchmarks import (
     gpu_check,
     gpu_context,
     gpu_experts,
+    gpu_lowbits,
     gpu_numbers,
     gpu_own_model,
+    gpu_rounded_training,
     gpu_speed,
     gpu_state,
     gpu_training,
@@ -139,6 +141,83 @@ def test_what_is_slow_is_not_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     report = Report(tmp_path, "cpu", part="compression")
     gpu_check.check_compression(report)
     assert (report.wrong, report.slow) == ([], ["compression: int8 pack takes 9.00 copies, and 3.0 would do"])
+
+
+@pytest.mark.wide
+def test_codes_of_few_bits_and_their_products_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check, "check_rounded_training", lambda report: None)
+    code, found = run(monkeypatch, tmp_path, {"lowbits": gpu_check.check_lowbits})
+    assert (code, found["wrong"]) == (0, [])
+    assert [list(row) for row in found["lowbits"][:2]] == [["bytes that differ"], ["error of products"]]
+    monkeypatch.setattr(gpu_check.gpu_lowbits, "different_codes", lambda device: {"blockwise plain": 1})
+    monkeypatch.setattr(gpu_check.gpu_lowbits, "product_errors", lambda device: {"blockwise": 0.5, "mxfp8": "no GPU"})
+    code, found = run(monkeypatch, tmp_path, {"lowbits": gpu_check.check_lowbits})
+    assert (code, found["wrong"]) == (1, ["lowbits: codes or scales", "lowbits: blockwise product"])
+
+
+def test_codes_of_parts_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_lowbits.different_codes_of_parts("cpu", "blockwise") == 0
+    monkeypatch.setattr(gpu_lowbits.Matrices, "largest", lambda self, values, start: torch.ones(self.grid))
+    assert gpu_lowbits.different_codes_of_parts("cpu", "blockwise") > 0
+
+
+def test_training_in_8_bits_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Losses further from the CPU's than bf16's by more than rounding are wrong; time and memory are slow at most."""
+    away = {"bf16": 1e-4, "tensorwise": 7e-4, "blockwise": math.nan}
+
+    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, Any]]:
+        way = flags.split("--fp8-recipe ")[1].split()[0] if "--fp8" in flags else "bf16"
+        assert processes == (2 if "--tp 2" in flags else 1)
+        factor = 1.0 + away[way] if "--tp 2" in flags else 1.0
+        return [{"lm_loss": 7.0 * factor, "iteration_time_s": 0.9 if way == "blockwise" else 1.0}] * 2
+
+    monkeypatch.setattr(gpu_rounded_training, "train", train)
+    monkeypatch.setattr(Report, "gpu", True)
+    monkeypatch.setattr(Report, "gpus", 2)
+    report = Report(tmp_path, "cpu", part="lowbits")
+    gpu_check.check_rounded_training(report)
+    assert report.wrong == ["lowbits: losses in blockwise"]
+    assert report.slow == [
+        "lowbits: blockwise layers keep 1.00 of the bytes that they keep in bf16",
+        "lowbits: a blockwise step takes 0.90 of a bf16 step's time",
+    ]
+    kept, distances, *steps = report.found["lowbits"]
+    assert len(set(kept["bytes kept for backward"].values())) == 1
+    assert distances["distance of losses from the CPU's"]["tensorwise"] == pytest.approx(7e-4)
+    assert [row["step in"] for row in steps] == ["bf16", "tensorwise", "blockwise"]
+
+
+def test_kept_bytes_follow_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no weight is among them."""
+    found = gpu_rounded_training.kept_bytes("cpu")
+    monkeypatch.setattr(gpu_rounded_training, "SMALL", replace(SMALL, micro_batch=2))
+    assert gpu_rounded_training.kept_bytes("cpu") == {name: 2 * size for name, size in found.items()}
+
+
+def test_ways_that_a_gpu_refuses_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"blockwise": "no GPU has it"}
+    monkeypatch.setattr(gpu_rounded_training, "refusal", lambda recipe, device: refused.get(recipe.name))
+    step = {"lm_loss": 7.0, "iteration_time_s": 1.0}
+    monkeypatch.setattr(gpu_rounded_training, "train", lambda *given, **options: [step])
+    found = gpu_rounded_training.distances("cpu", 1, math.inf)
+    assert found == {"bf16": 0.0, "tensorwise": 0.0, **refused}
+    assert gpu_rounded_training.too_far(found) == []
+    assert gpu_rounded_training.too_far({**found, "bf16": 0.1, "tensorwise": 0.2}) == ["bf16"]
+    assert list(gpu_rounded_training.step_times("cpu", math.inf)) == ["bf16", "tensorwise"]
+    assert list(gpu_rounded_training.kept_bytes("cpu")) == ["bf16", "tensorwise"]
+
+
+@pytest.mark.wide  # trainings in processes of their own
+def test_training_in_8_bits_is_the_cpus_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    network = gpu_rounded_training.NETWORK.replace("--train-iters 20", "--train-iters 2")
+    monkeypatch.setattr(gpu_rounded_training, "NETWORK", network)
+    monkeypatch.setattr(gpu_rounded_training, "ROUNDS", 1)
+    report = Report(tmp_path, "cpu", part="lowbits")
+    gpu_check.check_rounded_training(report)
+    assert (report.wrong, report.slow) == ([], [])
+    _, distances, *steps = report.found["lowbits"]
+    assert set(distances["distance of losses from the CPU's"].values()) == {0.0}
+    assert all(row["time of bf16"] > 0 for row in steps)
 
 
 SHALLOW = replace(SMALL, layers=1)

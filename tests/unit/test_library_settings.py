@@ -28,6 +28,8 @@ GPT = megalite.GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=1, voc
         ({"context_parallel_size": 2}, r"context_parallel_size=2 is Layout\(cp=...\) here"),
         ({"recompute_granularity": "full"}, "recompute_granularity='full' is recompute=True here"),
         ({"recompute_num_layers": 1}, "recompute_num_layers=1 changes nothing here"),
+        ({"fp8_format": "e4m3"}, "fp8_format='e4m3' changes nothing here"),
+        ({"lora_rank": 4}, "lora_rank=4 changes nothing here"),
         ({"log_intervall": 3}, r"\(log_intervall=...\) is unknown, did you mean log_interval"),
         ({"micro_batchsize": 3}, "did you mean micro_batch_size"),
         ({"log_interval": "often"}, "log_interval='often': the type of this setting"),
@@ -238,3 +240,20 @@ def test_answers_are_of_settings_and_arguments_that_exist() -> None:
     given = {f"{name}=" for kind in Optimizer.__subclasses__() for name in signature(kind).parameters}
     assert all(any(argument.startswith(each) for each in given) for argument in arguments._OF_OPTIMIZERS.values())
     assert not arguments._ANSWERS.keys() & {*signature(megalite.Trainer).parameters, *configuration._taken(of_gpt=True)}
+
+
+def test_a_gpt_of_a_program_multiplies_in_few_bits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start says so, and a GPU without such products refuses them as that of a command does."""
+    run: dict[str, Any] = {"dataset": [{"tokens": torch.zeros(4, dtype=torch.int64)}], "seq_length": 4}
+    run |= {"optimizer": SGD(lr=1.0), "micro_batch_size": 1, "fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
+    trainer = megalite.Trainer(GPT, **run)
+    trainer.train(steps=1)
+    trainer.close()
+    told = "".join(capsys.readouterr())
+    assert "float32, products in tensorwise" in told
+    assert "note: --fp8-recipe tensorwise: weight gradients are not rounded" in told
+    monkeypatch.setattr("megalite.training.kernels.on_gpu", lambda device: True)
+    with pytest.raises(megalite.errors.ConfigurationError, match="on a GPU, which has no such products"):
+        megalite.Trainer(GPT, precision="fp64", **run)

@@ -18,6 +18,7 @@ from megalite.model.moe import MoE
 from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed
 from megalite.model.sinkhorn import expert_factors
+from megalite.parallel.adapter import freeze
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.initialization import initialize
@@ -346,6 +347,10 @@ def test_the_bias_rises_for_experts_with_few_tokens_exactly() -> None:
     rate = config(CASES["biased to one"]).moe_router_bias_update_rate
     expected = torch.tensor([rate, 0, 0, -rate], dtype=torch.float64)  # as the layer
     assert_bits_equal(layer.router.expert_bias.values, expected, "bias")
+    freeze(layer, ["*.router"])
+    layer.router.tally.own[0] = 1
+    end_step([layer.router.tally])
+    assert_bits_equal(layer.router.expert_bias.values, expected, "bias of a frozen router")
 
 
 def test_memory_is_the_rows_and_their_first_inner_tensors() -> None:

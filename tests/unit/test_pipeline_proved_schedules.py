@@ -43,6 +43,13 @@ def test_a_step_that_was_not_proved_is_refused() -> None:
         steps.evaluation(2)
 
 
+def test_a_step_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, proofs = ProvedSchedules().prove([2], [4]), list[int]()
+    monkeypatch.setattr(module, "check", lambda stages, lists, micro_batches, *_, **__: proofs.append(micro_batches))
+    assert steps.prove([2, 3], [4]).training(3)
+    assert proofs == [3]
+
+
 def test_a_list_that_is_not_the_one_proved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = ProvedSchedules(Stages(2), 1).prove([3])
 

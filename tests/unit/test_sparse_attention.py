@@ -243,10 +243,15 @@ class _Largest(TorchDispatchMode):
     ("indexing", "changes"),
     [
         ("few", {}),
-        ("sparse loss", {}),
         ("warmup", {}),
-        ("warmup", {"attn_logit_softcapping": 50.0}),
-        ("warmup", {"attention_dropout": 0.1}),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in (
+                ("sparse loss", {}),
+                ("warmup", {"attn_logit_softcapping": 50.0}),
+                ("warmup", {"attention_dropout": 0.1}),
+            )
+        ),
     ],
 )
 def test_no_array_of_queries_times_keys_is_ever_whole(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.sgd import sgd
 
 from megalite import torch_internals as internals
 from megalite_kernels import torch_internals as of_kernels
@@ -53,6 +54,12 @@ def test_a_product_of_another_dtype_is_added_on_meta() -> None:
     internals.mend_products_on_meta()
     target, factor = torch.zeros(3, 3, device="meta"), torch.zeros(3, 3, dtype=torch.bfloat16, device="meta")
     assert torch.addmm(target, factor, factor, out_dtype=target.dtype, beta=1.0, out=target) is target, VERSION
+
+
+def test_fused_sgd_runs_on_meta() -> None:
+    internals.mend_sgd_on_meta()
+    weights, rates = torch.zeros(3, device="meta"), {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0}
+    sgd([weights], [weights], [None], fused=True, nesterov=False, maximize=False, **rates)
 
 
 def test_operators_have_the_names_that_a_dispatch_mode_sees() -> None:

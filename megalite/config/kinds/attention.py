@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config.kinds.kind import Kind, Split
+from megalite.config.kinds.kind import Kind, Split, Width
 from megalite.config.model import ModelConfig
 
 OF_ATTENTION = """group_query_attention num_query_groups qk_layernorm apply_wd_to_qk_layernorm attn_logit_softcapping
@@ -22,8 +22,19 @@ def _products(model: ModelConfig, seen: float) -> float:
     return _weights(model) + scores_and_context
 
 
+def _widths(model: ModelConfig) -> list[Width]:
+    heads, groups, width = model.num_attention_heads, model.kv_groups, model.head_dim
+    name = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+    channels = f"--kv-channels {width}"
+    return [
+        Width(f"--num-attention-heads {heads} x {channels}", heads * width),
+        Width(f"2 x {name} {groups} x {channels}", 2 * groups * width, (name, groups)),
+    ]
+
+
 ATTENTION = Kind(
     _weights,
     _products,
     splits=lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
+    widths=_widths,
 )

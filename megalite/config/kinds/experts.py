@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.kinds.kind import Kind
+from megalite.config.kinds.kind import Kind, Width
 from megalite.config.layer_specs import EXPERTS_LETTER, PATTERN_FLAG
 from megalite.config.model import ModelConfig
 
-_WITHOUT_LOSS = {"none", "sinkhorn", "quantile_balancing"}
+WITHOUT_LOSS = {"none", "sinkhorn", "quantile_balancing"}
 
 
 def _weights(model: ModelConfig) -> int:
@@ -28,7 +28,12 @@ def _products(model: ModelConfig, seen: float) -> float:
     return _elements(model, model.moe_router_topk) + model.hidden_size * router
 
 
-EXPERTS = Kind(_weights, _products, "num_experts moe_*")
+def _widths(model: ModelConfig) -> list[Width]:
+    shared = model.moe_shared_expert_intermediate_size
+    return [] if shared is None else [Width(f"--moe-shared-expert-intermediate-size {shared}", shared)]
+
+
+EXPERTS = Kind(_weights, _products, "num_experts moe_*", widths=_widths)
 """Its rules stand with --num-experts, which a GPT gives; and other ranks than tensor-parallel ones divide experts."""
 
 
@@ -55,10 +60,10 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     if len(kinds) != len(weights):
         has = f"{len(weights)} number{'s' if len(weights) > 1 else ''}"
         yield f"--moe-aux-loss-coeff has {has} for {len(kinds)} of --moe-router-load-balancing-type"
-    elif len(set(kinds)) < len(kinds) or (_WITHOUT_LOSS & set(kinds) and len(kinds) > 1):
+    elif len(set(kinds)) < len(kinds) or (WITHOUT_LOSS & set(kinds) and len(kinds) > 1):
         alone = "none, sinkhorn or quantile_balancing alone"
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and {alone}"
-    elif _WITHOUT_LOSS & set(kinds) and any(weights):
+    elif WITHOUT_LOSS & set(kinds) and any(weights):
         yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than {kinds[0]}"
     if model.moe_expert_capacity_factor is None:
         names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"

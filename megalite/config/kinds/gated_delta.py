@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.kind import Kind, Split, Width, in_pattern
 from megalite.config.layer_specs import DELTA_LETTER
 from megalite.config.model import ModelConfig
 
@@ -43,6 +43,16 @@ def _splits(model: ModelConfig) -> list[Split]:
     return [Split("heads of the gated delta net", model.linear_num_value_heads, groups=groups)]
 
 
+def _widths(model: ModelConfig) -> list[Width]:
+    heads, value = model.linear_num_value_heads, model.linear_value_head_dim
+    keys, key, name = model.linear_num_key_heads, model.linear_key_head_dim, "--linear-num-key-heads"
+    return [
+        Width(f"the decay of each of --linear-num-value-heads {heads}", heads),
+        Width(f"--linear-num-value-heads {heads} x --linear-value-head-dim {value}", heads * value),
+        Width(f"{name} {keys} x --linear-key-head-dim {key}", keys * key, (name, keys)),
+    ]
+
+
 GATED_DELTA = Kind(
     _weights,
     _products,
@@ -50,4 +60,5 @@ GATED_DELTA = Kind(
     _needed,
     _problems,
     _splits,
+    _widths,
 )

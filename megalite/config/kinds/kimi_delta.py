@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.kind import Kind, Split, Width, in_pattern
 from megalite.config.layer_specs import KIMI_LETTER
 from megalite.config.model import ModelConfig
 
@@ -30,6 +30,14 @@ def _problems(model: ModelConfig) -> Iterator[str]:
         yield f"--kda-chunk-size {chunk} is not a power of two"
 
 
+def _widths(model: ModelConfig) -> list[Width]:
+    heads, width = model.kda_num_heads, model.kda_head_dim
+    return [
+        Width(f"the beta of each of --kda-num-heads {heads}", heads),
+        Width(f"--kda-num-heads {heads} x --kda-head-dim {width}", heads * width),
+    ]
+
+
 KIMI_DELTA = Kind(
     _weights,
     _products,
@@ -37,4 +45,5 @@ KIMI_DELTA = Kind(
     lambda model: in_pattern("Kimi delta attention", KIMI_LETTER),
     _problems,
     lambda model: [Split("heads of Kimi delta attention", model.kda_num_heads)],
+    _widths,
 )

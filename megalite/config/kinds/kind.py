@@ -36,6 +36,39 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Width:
+    """Channels of a matrix that tensor-parallel ranks divide among themselves, as whole blocks in products of few bits.
+
+    Attributes:
+        words: the flags and numbers that it is the product of.
+        channels: number of channels.
+        groups: flag and number of groups of heads that it belongs to; ranks share none. None: it has no groups.
+    """
+
+    words: str
+    channels: int
+    groups: tuple[str, int] | None = None
+
+    def problems(self, flag: str, block: int, ranks: int, divided: str) -> Iterator[str]:
+        """Yield a line if a rank would have a part of a block, or of a group.
+
+        `flag`: that of the recipe; `divided`: that of the ranks.
+        """
+        if self.groups is not None and self.groups[1] % ranks:
+            name, groups = self.groups
+            yield (
+                f"{flag} with {divided} {ranks}: ranks that share one of {name} {groups} would each round a part of "
+                f"its gradient: give a number of ranks that divides {groups}"
+            )
+        elif self.channels % (block * ranks):
+            following = -(-self.channels // (block * ranks)) * block * ranks
+            yield (
+                f"{flag} with {divided} {ranks}: {self.words}, {self.channels} channels, are no blocks of {block} on "
+                f"each rank: the next width is {following}"
+            )
+
+
+@dataclass(frozen=True)
 class Kind:
     """Costs and rules of a kind of layer.
 
@@ -47,6 +80,7 @@ class Kind:
         needed: what these flags need, in a network without such layers; None: another error says it.
         problems: yields a line for each option of such layers that contradicts another.
         splits: widths that tensor-parallel ranks divide.
+        widths: the same as channels of matrices.
     """
 
     weights: Callable[[ModelConfig], int]
@@ -55,6 +89,7 @@ class Kind:
     needed: Callable[[ModelConfig], str | None] = lambda model: None
     problems: Callable[[ModelConfig], Iterable[str]] = lambda model: ()
     splits: Callable[[ModelConfig], Iterable[Split]] = lambda model: ()
+    widths: Callable[[ModelConfig], Iterable[Width]] = lambda model: ()
 
 
 def in_pattern(what: str, letter: str) -> str:

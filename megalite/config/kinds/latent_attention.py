@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.fields import needs
-from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.kind import Kind, Split, Width, in_pattern
 from megalite.config.layer_specs import LATENT_LETTER
 from megalite.config.model import ModelConfig
 
@@ -49,6 +49,15 @@ def latent_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "latent_norm_epsilon", "--qk-layernorm, which normalises latents")
 
 
+def latent_widths(model: ModelConfig) -> list[Width]:
+    """Return the channels of queries, and of gates and weighted values. Keys and values are made in the core."""
+    heads, keys, values = model.num_attention_heads, model.qk_head_dim + model.qk_pos_emb_head_dim, model.v_head_dim
+    return [
+        Width(f"--num-attention-heads {heads} x (--qk-head-dim + --qk-pos-emb-head-dim {keys})", heads * keys),
+        Width(f"--num-attention-heads {heads} x --v-head-dim {values}", heads * values),
+    ]
+
+
 LATENT_ATTENTION = Kind(
     latent_weights,
     _products,
@@ -56,4 +65,5 @@ LATENT_ATTENTION = Kind(
     _needed,
     latent_problems,
     lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
+    latent_widths,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.kind import Kind, Split, Width, in_pattern
 from megalite.config.layer_specs import MAMBA_LETTER
 from megalite.config.model import ModelConfig
 
@@ -42,6 +42,22 @@ def _splits(model: ModelConfig) -> list[Split]:
     return [Split("Mamba-2 heads", model.mamba_heads, groups=("--mamba-num-groups", model.mamba_num_groups))]
 
 
+def _widths(model: ModelConfig) -> list[Width]:
+    heads, width, groups = model.mamba_heads, model.mamba_head_dim, model.mamba_num_groups
+    name, state = "--mamba-num-groups", model.mamba_state_dim
+    return [
+        Width(f"the step of each of --mamba-num-heads {heads}", heads),
+        Width(f"--mamba-num-heads {heads} x --mamba-head-dim {width}", heads * width),
+        Width(f"{name} {groups} x --mamba-state-dim {state}", groups * state, (name, groups)),
+    ]
+
+
 MAMBA = Kind(
-    _weights, _products, "mamba_*", lambda model: in_pattern("a Mamba-2 layer", MAMBA_LETTER), _problems, _splits
+    _weights,
+    _products,
+    "mamba_*",
+    lambda model: in_pattern("a Mamba-2 layer", MAMBA_LETTER),
+    _problems,
+    _splits,
+    _widths,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config.kinds.kind import Kind, Split, in_pattern
+from megalite.config.kinds.kind import Kind, Split, Width, in_pattern
 from megalite.config.layer_specs import CONVOLUTION_LETTER
 from megalite.config.model import ModelConfig
 
@@ -22,4 +22,5 @@ SHORT_CONVOLUTION = Kind(
     "short_conv_*",
     lambda model: in_pattern("a short convolution", CONVOLUTION_LETTER),
     splits=lambda model: [Split("channels of the short convolution", model.hidden_size)],
+    widths=lambda model: [Width(f"--hidden-size {model.hidden_size}", model.hidden_size)],
 )

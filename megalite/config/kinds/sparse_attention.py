@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megalite.config.fields import named, needs, with_defaults
 from megalite.config.kinds.kind import Kind, Split, in_pattern
-from megalite.config.kinds.latent_attention import latent_problems, latent_weights
+from megalite.config.kinds.latent_attention import latent_problems, latent_weights, latent_widths
 from megalite.config.layer_specs import LATENT_LETTER, SPARSE_LETTER
 from megalite.config.model import ModelConfig
 
@@ -91,6 +91,7 @@ SPARSE_ATTENTION = Kind(
     _needed,
     _problems,
     lambda model: [Split("attention heads", model.num_attention_heads, "--num-attention-heads")],
+    latent_widths,
 )
 WITHOUT_INDEXER = replace(SPARSE_ATTENTION, weights=latent_weights, products=_products_without_indexer)
 """Costs of a layer that attends to the keys which another one has chosen."""

@@ -10,7 +10,7 @@ from megalite.config.kinds.dense import DENSE
 from megalite.config.kinds.experts import EXPERTS
 from megalite.config.kinds.gated_delta import GATED_DELTA
 from megalite.config.kinds.kimi_delta import KIMI_DELTA
-from megalite.config.kinds.kind import Kind, Split
+from megalite.config.kinds.kind import Kind, Split, Width
 from megalite.config.kinds.latent_attention import LATENT_ATTENTION
 from megalite.config.kinds.mamba import MAMBA
 from megalite.config.kinds.short_convolution import SHORT_CONVOLUTION
@@ -54,3 +54,10 @@ def splits(model: ModelConfig) -> Iterator[Split]:
     for name, kind in KINDS.items():
         if name in model.kinds:
             yield from kind.splits(model)
+
+
+def widths(model: ModelConfig) -> Iterator[Width]:
+    """Yield the channels of each matrix of the network's layers that tensor-parallel ranks divide."""
+    for name, kind in KINDS.items():
+        if name in model.kinds:
+            yield from kind.widths(model)

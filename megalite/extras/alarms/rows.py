@@ -38,9 +38,7 @@ def highest_rows(trainer: Trainer, micro_batches: Sequence[Any], most: int) -> l
         axes=tuple(axis for axis in term.axes if axis != "dp"),
         count_axes=tuple(axis for axis in term.count_axes if axis != "dp"),
     )
-    if not trainer.schedules.has(1, backward=False):
-        trainer.schedules.prove(evaluation=[1], mesh=mesh)
-    actions, own = trainer.schedules.evaluation(1), []
+    actions, own = trainer.schedules.prove(evaluation=[1], mesh=mesh).evaluation(1), []
     with trainer.sections(SECOND_RUN), trainer.evaluating():
         for row, samples in _rows(micro_batches):
             sums = loss_terms.total_sums([of_row], trainer.engine.run(actions, [row]), mesh)

@@ -99,7 +99,7 @@ def _are_moved(before: Mapping[str, _Source], after: Mapping[str, _Source], seed
 def _decides(config: RunConfig) -> dict[str, Any]:
     """Return what decides which samples training has, and their order."""
     data = {name: value for name, value in asdict(config.data).items() if name not in NOT_OF_THE_SAMPLES}
-    return {**data, "seed": config.training.seed, "samples": training_samples(config)}
+    return {**data, "seed": config.training.seed, "samples": training_samples(config.training)}
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer, position: int, seen: Seen = ()) -> dict[str, _Source] | None:
@@ -110,7 +110,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer, position: int, seen: Seen 
     """
     if config.data.mock_data or config.data.sft or config.data.preference_data or config.data.data_mix_schedule:
         return None
-    samples = Samples(training_samples(config), 0, 0)
+    samples = Samples(training_samples(config.training), 0, 0)
     opened, (taken, *_) = open_datasets(config, tokenizer, samples, Verification(reads=False))
     if opened.train is None or order_notes(opened.train, seen):
         return None

@@ -17,6 +17,7 @@ from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.extras.mixes.schedule import MOST
 from megalite.extras.mixes.token_source import BlendPast
 from megalite.storage import AnyPath
+from megalite.training.data import training_samples
 
 Share = tuple[float, float]
 """Fractions of a file's sequences between which those of training lie."""
@@ -76,8 +77,7 @@ def read_by_blend(
     require_share(path, training_share(data), share)
     if training.seed != seed:
         raise ConfigurationError(f"--seed {seed}: the blend of {path} was shuffled with {training.seed}: give the same")
-    asked_for = training.train_samples or (training.train_iters or 0) * (training.global_batch_size or 0)
-    if not asked_for:
+    if not (asked_for := training_samples(training)):
         raise CheckpointError(f"{path} does not say how many samples its blend has: resume from another checkpoint")
     blend = build_token_datasets(data, Samples(asked_for, 0, 0), seed, tokenizer).train
     datasets, read = [blend], [samples]

@@ -11,8 +11,6 @@ from os.path import abspath
 from os.path import realpath as _real
 from typing import Any
 
-import numpy as np
-
 from megalite.config import DataConfig
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
@@ -42,7 +40,7 @@ from megalite.small_files import shown
 from megalite.storage import AnyPath
 
 
-class ScheduledMix:
+class ScheduledMix(Mix):
     """The samples of a run with `--data-mix-schedule`, by their number: tokens int64 [sequence_length + 1].
 
     Args:
@@ -53,9 +51,6 @@ class ScheduledMix:
 
     Raises:
         DataError: the schedule or a file has a mistake.
-
-    Attributes:
-        mix: samples of the phases so far and to come.
     """
 
     def __init__(
@@ -67,14 +62,14 @@ class ScheduledMix:
         self.schedule = read_schedule(data.data_mix_schedule)
         self._cache, self._share = IndexCache(data.data_cache_path), training_share(data)
         used = dict.fromkeys(name for phase in self.schedule.phases for name in phase.weights)
-        self._sources = {name: self._open(name, self.schedule.sources[name].prefixes, verification) for name in used}
+        sources = {name: self._opened(name, self.schedule.sources[name].prefixes, verification) for name in used}
         self._plan = planned(self.schedule, data.seq_length)
-        self._records = {name: _record(source) for name, source in self._sources.items()}
-        self._names = [printable(name) for name in self._sources]  # records go to other programs
-        self._numbers = {name: number for number, name in enumerate(self._sources)}
-        self.mix = Mix(History(self._plan, self._records, seed, self._share), self._sources)
+        self._records = {name: _record(source) for name, source in sources.items()}
+        self._names = [printable(name) for name in sources]  # records go to other programs
+        self._numbers = {name: number for number, name in enumerate(sources)}
+        super().__init__(History(self._plan, self._records, seed, self._share), sources)
 
-    def _open(self, name: str, prefixes: Sequence[str], verification: Verification | None) -> TokenSource:
+    def _opened(self, name: str, prefixes: Sequence[str], verification: Verification | None) -> TokenSource:
         records = [read_side_file(prefix) for prefix in prefixes]
         files = []
         for prefix, record in zip(prefixes, records, strict=True):
@@ -84,12 +79,6 @@ class ScheduledMix:
                 verification.add(files[-1], record)
         return TokenSource(name, files, records, self._share, self._seed, self._cache)
 
-    def __len__(self) -> int:
-        return len(self.mix)
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return self.mix[sample]
-
     @property
     def names(self) -> Sequence[str]:
         """Names of the sources of the schedule."""
@@ -97,15 +86,7 @@ class ScheduledMix:
 
     def of(self, sample: int) -> int:
         """Return the number of the source of a sample, its place among the names."""
-        return self._numbers[self.mix.source_of(sample)]
-
-    def documents(self, sample: int) -> dict[str, list[int]]:
-        """Return the documents of which a sample has tokens, ascending, by the prefix of their file."""
-        return self.mix.documents(sample)
-
-    def after(self, consumed_samples: int, left_out: Ranges = ()) -> dict[str, float]:
-        """Return the tokens of each source among the first samples, as figures of a record."""
-        return self.mix.after(consumed_samples, left_out)
+        return self._numbers[self.source_of(sample)]
 
     def require_phases(self, iterations: str, batch_size: int) -> None:
         """Raise ConfigurationError unless phases begin after these steps of so many samples, separated by commas."""
@@ -121,19 +102,15 @@ class ScheduledMix:
                 f"{self.schedule.path} at {shown(phases)}: make them the same, or leave the flag out"
             )
 
-    def description(self, sample: int) -> str:
-        """Return the phase of a sample in words, and when the next one begins."""
-        return self.mix.description(sample)
-
     def notes(self, end: int) -> tuple[str, ...]:
         """Return notes on what the data until the sample `end` will lack. Raises DataError if they end before."""
-        return (*self._cache.notes, *self.mix.notes(end))
+        return (*self._cache.notes, *self.reached(end))
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def fingerprint(self) -> str:
         """Return a checksum of what decides the samples, wherever their files are."""
-        history = self.mix.history
+        history = self.history
         files = {name: (known.identity, known.tokens, known.blend) for name, known in history.sources.items()}
         phases = [asdict(phase) for phase in history.phases]
         decides = json.dumps([phases, files, history.seed, history.share], sort_keys=True)
@@ -141,7 +118,7 @@ class ScheduledMix:
 
     def saved(self) -> dict[str, Any]:
         """Return the section of a checkpoint's configuration that has the history."""
-        return {SECTION: self.mix.history.saved()}
+        return {SECTION: self.history.saved()}
 
     def resume(self, path: AnyPath, saved: Mapping[str, Any], consumed_samples: int, left_out: Ranges) -> Resumed:
         """Continue from a checkpoint of a mix, of a blend, or of other data; see `MixedSamples.resume`."""
@@ -167,7 +144,9 @@ class ScheduledMix:
             begins, records, so_far = self._after_mix(path, past)
             _require_open(path, so_far, former, number)
         phases = joined(so_far if former == length else ended(so_far, number), self._plan, following)
-        self._set(History(phases, records, self._seed, self._share))
+        left = {name: source.follow(records[name].blend) for name, source in self._sources.items()}
+        blends = {name: each for name, each in left.items() if each is not None}
+        self.follow(History(phases, records, self._seed, self._share), blends)
         new = [each for each in phases if each.until is None and each not in so_far]
         why = f"{begins}sample {new[0].first:,} is the first of a phase: {in_words(new[0])}" if new else begins or None
         notes += [] if why is None else [why]
@@ -244,10 +223,6 @@ class ScheduledMix:
             taken.append(f"{name} behind its sample {past.consumed:,}")
         begins = f"takes over from a blend ({', '.join(taken)})" if taken else "its sources have not been read before"
         return f"{begins}; ", records
-
-    def _set(self, history: History) -> None:
-        left = {name: source.follow(history.sources[name].blend) for name, source in self._sources.items()}
-        self.mix = Mix(history, self._sources, {name: each for name, each in left.items() if each is not None})
 
 
 def _require_open(path: AnyPath, phases: Sequence[MixedPhase], length: int, number: int) -> None:

@@ -58,10 +58,14 @@ class Mix:
     def __init__(
         self, history: History, sources: Mapping[str, TokenSource], blends: Mapping[str, BlendOrder] = NO_BLENDS
     ) -> None:
-        self.history, self._sources = history, sources
-        self.names = [*history.sources]
+        self._sources = sources
+        self.follow(history, blends)
+
+    def follow(self, history: History, blends: Mapping[str, BlendOrder] = NO_BLENDS) -> None:
+        """Give the samples of these phases from now on. Raises DataError, as at the beginning."""
+        self.history = history
         self._cuts: dict[str, list[Cut]] = {}
-        self._given = dict.fromkeys(self.names, 0)
+        self._given = dict.fromkeys(history.sources, 0)
         self.sections = [self._section(number) for number in range(len(history.phases))]
         self._open = [each for each in self.sections if each.phase.until is None]
         self._firsts = [each.phase.first for each in self._open]
@@ -109,7 +113,7 @@ class Mix:
     # ------------------------------------------------------------------------------------------------ samples
 
     def __len__(self) -> int:
-        """Return a number that no run reaches: `notes` and lookups tell where samples end."""
+        """Return a number that no run reaches: `require` and lookups tell where samples end."""
         return NO_LIMIT
 
     def __getitem__(self, sample: int) -> np.ndarray:
@@ -158,7 +162,7 @@ class Mix:
     def tokens_until(self, sample: int) -> dict[str, int]:
         """Return the tokens that each source has given before a sample."""
         section, _ = self._find(sample)
-        given = dict.fromkeys(self.names, 0)
+        given = dict.fromkeys(self.history.sources, 0)
         for each in self.sections[: self.sections.index(section)]:
             assert each.end is not None
             given |= zip(each.names, each.tokens_until(each.end).tolist(), strict=True)
@@ -188,7 +192,7 @@ class Mix:
             found += f"; the next begins at token {section.end * section.phase.length:,}"
         return found
 
-    def notes(self, end: int) -> Iterator[str]:
+    def reached(self, end: int) -> Iterator[str]:
         """Yield notes on sources that reach their limit before the sample `end`.
 
         Raises DataError if no source has samples left before.

@@ -22,7 +22,7 @@ from megalite.parallel import device as devices
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.run.run import make_trainer
-from megalite.training.kernels import choose_kernels, require_equal_dropout
+from megalite.training.kernels import choose_kernels, require_equal_dropout, require_recipe
 
 STEPS = 11
 """Number of steps; the first one, in which kernels are compiled, is not counted."""
@@ -92,6 +92,7 @@ def run_as_rank(config: RunConfig, world_size: int, rank: int, steps: int = STEP
     choose_kernels(config.kernels)
     device = devices.local_device(0)
     require_equal_dropout(config, device)
+    require_recipe(config, device)
     devices.activate(device)
     torch.manual_seed(config.training.seed)
     mesh = UnconnectedMesh(rank=rank, world_size=world_size, device=device, **config.parallel.mesh_sizes)

@@ -35,11 +35,11 @@ from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.tasks.memory import Memory
 from megalite.tasks.summary import measured_memory
-from megalite.torch_internals import mend_products_on_meta
+from megalite.torch_internals import mend_products_on_meta, mend_sgd_on_meta
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData, known_vocabulary
-from megalite.training.kernels import require_equal_dropout
+from megalite.training.kernels import require_equal_dropout, require_recipe
 from megalite_kernels.implementation import Kernels, current, use
 
 META = torch.device("meta")
@@ -138,6 +138,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int, *, of_gpu: bool = Tru
     recorder = Recorder()
     with planned_kernels(config.kernels, of_gpu=of_gpu), recorder:
         require_equal_dropout(config, META)
+        require_recipe(config, META)
         task = DryTask(config, mesh)
         trainer = make_trainer(config, task, mesh)
         memory = measured_memory(trainer, task)
@@ -190,6 +191,7 @@ def planned_kernels(config: KernelsConfig, *, of_gpu: bool = True) -> Iterator[N
     A GPU has Triton's if Triton is installed here.
     """
     mend_products_on_meta()
+    mend_sgd_on_meta()
     before = current()
     use(Kernels(config.kernels, config.to_reference, meta_is_gpu=of_gpu))
     try:

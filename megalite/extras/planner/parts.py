@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megalite.config import ModelConfig, RunConfig
 from megalite.config.layer_specs import LayerSpec
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.model import with_layers
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
@@ -46,7 +47,7 @@ class Parts:
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
-    Their updates are those of state on the device.
+    Their updates are those of state on the device, and products of few bits those of the weights' dtype.
 
     Args:
         config: has its vocabulary size.
@@ -68,7 +69,8 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
     specs, kinds = config.model.layers, _kinds(config.model)
     model = with_layers(config.model, [spec for spec in kinds for _ in range(2)])
-    config = replace(config, model=model, parallel=parallel, offload=on_device)
+    whole = LowPrecisionConfig()
+    config = replace(config, model=model, parallel=parallel, offload=on_device, low_precision=whole)
     sizes = parallel.mesh_sizes
     dense = sizes["tensor_parallel_size"] * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]

@@ -43,7 +43,8 @@ _NO_SHAPE = (0, 0, 0, 0)
 _NO_LAUNCH = frozenset(
     ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_", "_unsafe_view"]
 )
-_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"})
+_PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm_v2"})
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of one speed
 _GROUPED_PRODUCTS = frozenset({"multiply_groups", "add_products"})
 _ASKING = frozenset({"_local_scalar_dense", "nonzero", "_to_copy", "copy_"})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
@@ -183,7 +184,8 @@ class Recorder(TorchDispatchMode):
         # Without what addmm adds to. (The kernels of grouped products have the same dtype in their first two tensors.)
         inputs = tensors[1:] if kind == "product" and len(tensors) > 3 else tensors
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), torch.int64)
-        operation = Operation(name, kind, shape, flops, size, str(dtype).removeprefix("torch."))
+        named = "float8" if dtype in _FLOAT8 else str(dtype).removeprefix("torch.")
+        operation = Operation(name, kind, shape, flops, size, named)
         self._phase().operations[operation] += 1
 
     # ------------------------------------------------------------------------------------------------ memory

@@ -1,8 +1,8 @@
 """A teacher beside the network that is trained: the term of the loss that compares the predictions of both.
 
-The teacher has the layout of the network. Before a step, it runs over the micro-batches, through the same pipeline, and
-the last stage keeps its hidden states. Its logits are computed from them when the loss of a micro-batch is, and no rank
-has those of more than one micro-batch, or of other columns than its own.
+Before a step, the teacher runs over the micro-batches, and the last stage of the trained network gets its hidden
+states. Its logits are computed from them when the loss of a micro-batch is, and no rank has those of more than one
+micro-batch, or of other columns than its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig, RunConfig
+from megalite.config import ModelConfig, ParallelConfig, RunConfig
 from megalite.config.distillation import DistillationConfig
 from megalite.config.fields import with_defaults
 from megalite.config.parallel import context_parallel_problems
@@ -25,20 +25,20 @@ from megalite.conversion.opened import OpenedModel
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.divergence import vocab_parallel_divergence
-from megalite.extras.post_training.reference import load_teacher
+from megalite.extras.post_training.teacher_network import DividedAsTheNetwork, DividedOtherwise, TeacherNetwork
 from megalite.inference.network import check_layout
 from megalite.model.batch import LogitLoss, MicroBatch
 from megalite.model.gpt import GPT, HIDDEN_STATES, LOGITS
 from megalite.model.head import LM_LOSS
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.stage import LossTerm, StageOutput
-from megalite.pipeline.engine import PipelineEngine, Stage
+from megalite.parallel.stage import LossTerm
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.process.output import in_words
 from megalite.storage import AnyPath, open_directory
 from megalite.tasks.memory import storages_by_kind
-from megalite.training.builder import count_parameters, model_dtype
+from megalite.training.builder import model_dtype
 from megalite.training.data import vocab_size
 
 DISTILL_LOSS = "distill_loss"
@@ -73,17 +73,20 @@ def _open(config: RunConfig, tokens: int) -> OpenedModel:
         raise ConfigurationError(
             f"{flag}: the teacher has {most} positions, which are fewer than --seq-length {length}: shorten the samples"
         )
-    if problems := "; ".join(_layout_problems(config, opened.config)):
-        raise ConfigurationError(f"{flag}: the layout cannot divide the teacher: {problems}")
+    layout = config.distillation.teacher_layout
+    given = flag if layout is None else f"--distill-layout {' '.join(config.distillation.distill_layout)}"
+    if problems := "; ".join(_layout_problems(config, layout, opened.config)):
+        raise ConfigurationError(f"{given}: the layout cannot divide the teacher: {problems}")
     # The columns of both networks are then on the same ranks.
     padding = model.make_vocab_size_divisible_by
     return replace(opened, config=replace(opened.config, make_vocab_size_divisible_by=padding))
 
 
-def _layout_problems(config: RunConfig, teacher: ModelConfig) -> Iterator[str]:
-    """Yield why the layout of a run cannot divide its teacher."""
-    parallel, experts = config.parallel, teacher.num_experts or 0
-    stages = parallel.pipeline_model_parallel_size * virtual_stages(config.model, parallel)
+def _layout_problems(config: RunConfig, own: ParallelConfig | None, teacher: ModelConfig) -> Iterator[str]:
+    """Yield why a layout of its own, or that of the run, cannot divide the teacher."""
+    parallel, experts = own or config.parallel, teacher.num_experts or 0
+    chunks = 1 if own is not None else virtual_stages(config.model, parallel)
+    stages = parallel.pipeline_model_parallel_size * chunks
     try:
         check_layout(teacher, parallel.tensor_model_parallel_size, stages)
     except ConfigurationError as error:
@@ -95,6 +98,13 @@ def _layout_problems(config: RunConfig, teacher: ModelConfig) -> Iterator[str]:
     if experts % parallel.expert_model_parallel_size:
         ranks = parallel.expert_model_parallel_size
         yield f"its {experts} experts are not divisible by --expert-model-parallel-size {ranks}"
+    shared = parallel.expert_tensor_parallel_size or 1
+    tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
+    split = sizes["expert_parallel_size"], sizes["expert_tensor_parallel_size"]
+    if experts and not parallel.sequence_parallel and tensor > 1 and split != (1, tensor):
+        yield f"tensor-parallel ranks, {tensor}, that divide its experts otherwise need sequence-parallel"
+    if experts and (width := teacher.expert_ffn_size) % shared:
+        yield f"the width of its experts, {width}, is not divisible by --expert-tensor-parallel-size {shared}"
 
 
 class Teacher:
@@ -112,45 +122,31 @@ class Teacher:
 
         Raises ConfigurationError as `check_teacher` does, and CheckpointError if the teacher cannot be read.
         """
-        self._mesh, self._schedules, self._config = chunks[0].mesh, schedules, config
+        self._mesh, self._config, self._item = chunks[0].mesh, config, chunks[0].dtype.itemsize
         if not self._mesh.is_connected:
             raise ConfigurationError("--distill-from: runs of a single rank do not know of a teacher: leave it out")
         with raise_on_all_ranks(self._mesh, f"opening --distill-from {config.distillation.distill_from}"):
             opened = _open(config, chunks[0].vocab_size)
-        self.frozen = load_teacher(opened, chunks, engine, optimizer, output_apart=True)
-        own = self.frozen.engine
-        last = [stage == own.stages.count - 1 for stage in own.stages.of_rank(own.rank)]
-        pairs = zip(self.frozen.chunks, last, strict=True)
-        runs = [self._keep(chunk) if is_last else chunk for chunk, is_last in pairs]
-        self._engine = PipelineEngine(runs, own.stages, own.rank, own.links, own.device)
-        self._hidden: list[Tensor] = []
+        layout = config.distillation.teacher_layout
+        self.network: TeacherNetwork
+        if layout is None:
+            self.network = DividedAsTheNetwork(opened, chunks, engine, optimizer, schedules)
+        else:
+            samples = config.training.micro_batch_size, config.data.seq_length
+            self.network = DividedOtherwise(layout, samples, opened, chunks, engine, optimizer)
         self.notes, self._what = opened.notes, opened.what
-
-    def _keep(self, chunk: GPT) -> Stage[MicroBatch]:
-        """Return the last stage, whose hidden states are kept."""
-
-        def run(inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
-            self._hidden.append(chunk(inputs, micro_batch).tensors[HIDDEN_STATES])
-            return StageOutput({})
-
-        return run
 
     def compared(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Run over the micro-batches of a step. Returns them with the term of the loss, which the last stage computes.
 
         Called by all ranks together.
         """
-        count = len(micro_batches)
-        if not self._schedules.has(count, backward=False):
-            self._schedules.prove(evaluation=[count], mesh=self._mesh)
         plain = [
             replace(each, labels=None, loss_mask=None, replayed=None, choices=None, sources=None)
             for each in micro_batches
         ]
-        self._hidden = []
-        self._engine.run(self._schedules.evaluation(count), plain)
-        hidden, self._hidden = self._hidden, []
-        if not self.frozen.output:
+        hidden = self.network.hidden_states(plain)
+        if not self.network.output:
             return micro_batches
         return [
             replace(each, logit_loss=LogitLoss(DISTILL_LOSS, partial(self._divergences, states, without)))
@@ -159,7 +155,7 @@ class Teacher:
 
     def _divergences(self, hidden: Tensor, micro_batch: MicroBatch, logits: Tensor, cap: float | None) -> Tensor:
         """Return the divergence of each token, [sequence, batch], given this rank's columns of the logits."""
-        (output,), settings = self.frozen.output, self._config.distillation
+        (output,), settings = self.network.output, self._config.distillation
         with torch.no_grad():
             own = output({HIDDEN_STATES: hidden}, micro_batch).tensors[LOGITS]
         return vocab_parallel_divergence(
@@ -189,16 +185,17 @@ class Teacher:
         Counted are its weights and, on the last stage, the hidden states of a step of so many micro-batches, and twice
         the logits of one: the teacher's, and the gradient of the divergence. Its activations are freed layer by layer.
         """
-        run, frozen = self._config, self.frozen
-        config, item, output = frozen.config, frozen.dtype.itemsize, 0
-        weights = sum(storages_by_kind(frozen.optimizer)["parameters"].values())
-        if frozen.output:
+        run, config, item, output = self._config, self.network.config, self._item, 0
+        held = [storages_by_kind(each)["parameters"] for each in self.network.optimizers]
+        weights = sum(size for storages in held for size in storages.values())
+        if self.network.output:
             tokens = run.training.micro_batch_size * run.data.seq_length
             columns = config.padded_vocab_size(self._mesh.size("tp")) // self._mesh.size("tp")
             output = micro_batches * tokens // run.parallel.sequence_parts * config.hidden_size * item
             output += 2 * tokens // self._mesh.size("cp") * columns * item
-        whose = "a rank" if self._mesh.size("pp") == 1 else "on rank 0"
-        parameters = count_parameters([*frozen.chunks, *frozen.output], self._mesh)
-        line = f"{parameters:,} parameters: {config.num_layers} layers, hidden {config.hidden_size}; "
+        own = run.distillation.teacher_layout or run.parallel
+        is_split = max(self._mesh.size("pp"), own.pipeline_model_parallel_size) > 1
+        whose = "on rank 0" if is_split else "a rank"
+        line = f"{self.network.parameters():,} parameters: {config.num_layers} layers, hidden {config.hidden_size}; "
         line += f"{in_words(weights + output)} {whose}, of which {in_words(weights)} are weights"
         return line, weights + output

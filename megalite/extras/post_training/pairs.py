@@ -8,7 +8,7 @@ A line of a file has
 
 The last form has whole conversations; the messages with which both begin are the prompt. A pair is two conversations
 (`megalite.data.sft_dataset`), of which the response alone counts, and both stand in one sequence. Pairs are never cut:
-those that do not fit into a sequence are left out, with a note.
+those that do not fit into a sequence are left out, with a note, as are those of equal responses.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class PairFile(ConversationFile):
 
     Attributes:
         first: number of its first response among those of all files.
-        pairs: int64, the pairs that fit into a sequence.
+        pairs: int64, those to train on.
+        left_out: why others are left out, and how many.
 
-    Raises DataError: the file cannot be read, a line is not a pair, or no pair fits.
+    Raises DataError: the file cannot be read, a line is not a pair, or there is no pair to train on.
     """
 
     kind, of_line = "pairs of responses", 2
@@ -49,14 +50,31 @@ class PairFile(ConversationFile):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.whole = self.ends - self.begins - 1  # places of a conversation that is not cut
-        fits = self.whole.reshape(-1, 2).sum(1) <= self.sequence_length
-        self.pairs = np.flatnonzero(fits & self.answered.reshape(-1, 2).all(1))
-        self.cut, self.alike = int(np.count_nonzero(~fits)), int(np.count_nonzero(fits)) - len(self.pairs)
+        lengths, rest = self.whole.reshape(-1, 2).sum(1), np.ones(len(self) // 2, bool)
+        self.left_out: dict[str, int] = {}
+        for why, these in {
+            f"are longer than --seq-length {self.sequence_length}": lengths > self.sequence_length,
+            "have two equal responses": self._equal(),
+            "have a response without an answer of its own": ~self.answered.reshape(-1, 2).all(1),
+        }.items():
+            if count := np.count_nonzero(rest & these):
+                self.left_out[why] = int(count)
+            rest &= ~these
+        self.pairs = np.flatnonzero(rest)
         if not len(self.pairs):
+            found = ", ".join(f"{count} {why}" for why, count in self.left_out.items())
             raise DataError(
-                f"{self.path} has no pair of which both responses fit into --seq-length {self.sequence_length} "
-                f"({self.whole.reshape(-1, 2).sum(1).min()} tokens is the shortest): increase it"
+                f"{self.path} has no pair to train on: of {len(rest)}, {found} (the shortest has {lengths.min()} "
+                "tokens): give other pairs, or a larger --seq-length"
             )
+
+    def _equal(self) -> np.ndarray:
+        """Return whether the responses of each pair are equal, so that their margin is 0 whatever is learned."""
+        found = np.equal(*self.whole.reshape(-1, 2).T)
+        for pair in np.flatnonzero(found):
+            ours, theirs = (self.tokens[self.begins[n] : self.ends[n]] for n in (2 * pair, 2 * pair + 1))
+            found[pair] = np.array_equal(ours, theirs)
+        return found
 
     @staticmethod
     def conversations(record: dict[str, Any]) -> Sequence[dict[str, Any]]:
@@ -76,17 +94,15 @@ class PairFile(ConversationFile):
             shared = len(prompt)
         else:  # a prompt that is a text repeats that of a message
             whole, shared = responses, 0
+            most = min(map(len, whole)) - (whole[0] == whole[1])  # of equal ones the last message is the response
             fields |= {} if prompt is None else {"prompt": prompt}
-            while shared < min(map(len, whole)) and whole[0][shared] == whole[1][shared]:
+            while shared < most and whole[0][shared] == whole[1][shared]:
                 shared += 1
         return [{**fields, "messages": [*map(_asked, each[:shared]), *each[shared:]]} for each in whole]
 
     def notes(self) -> list[str]:
-        of, left_out = f"of {len(self) // 2} pairs", "and are left out"
-        notes = [f"{self.path}: {self.cut} {of} are longer than --seq-length {left_out}"] if self.cut else []
-        if self.alike:
-            notes.append(f"{self.path}: {self.alike} {of} have a response without an answer of its own {left_out}")
-        return notes
+        of = f"of {len(self) // 2} pairs"
+        return [f"{self.path}: {count} {of} {why} and are left out" for why, count in self.left_out.items()]
 
     def dataset(self, sequences: range, num_samples: int | None) -> PairDataset:
         """Return a dataset of at least `num_samples` samples of these of `pairs`; None: the samples of one epoch."""

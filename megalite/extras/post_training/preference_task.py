@@ -26,7 +26,7 @@ from megalite.extras.post_training.preferences import (
     preference_terms,
 )
 from megalite.extras.post_training.reference import FrozenNetwork, load_teacher
-from megalite.extras.post_training.reference_file import ReferenceFile
+from megalite.extras.post_training.reference_file import ReferenceFile, identity
 from megalite.lifecycle.control_files import has_file
 from megalite.model.batch import MicroBatch, TokenLoss
 from megalite.model.gpt import GPT
@@ -57,6 +57,7 @@ class PreferenceTask(GPTTask):
         self.loss_name, self.evaluated = loss_name(self.options), self._terms
         self._trainer: Summarized | None = None
         self._reference: FrozenNetwork | None = None
+        self._reference_notes: tuple[str, ...] = ()
         self._known: np.ndarray | None = None
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -68,19 +69,24 @@ class PreferenceTask(GPTTask):
     # ------------------------------------------------------------------------------------------------ the reference
 
     def begin(self, trainer: Summarized) -> None:
-        """Make the reference, or read its log-probabilities, which are computed first if they are not there."""
+        """Make the reference, or read its log-probabilities, which are computed first if they are not there.
+
+        If both are given, the reference is loaded once, to tell whether it is that of the file.
+        """
         self._trainer = trainer
         if self.options.reference_log_probabilities is None:
             self._reference = self._load_reference(trainer)
             return
-        file = ReferenceFile(self.config, self.data.tokenizer)
-        values = file.read(self.mesh)
-        if values is None:
+        file, known = ReferenceFile(self.config, self.data.tokenizer), None
+        if self.options.reference_model is not None:
             self._reference = self._load_reference(trainer)
+            known = identity(self._reference, self.mesh)
+        values = file.read(known, self.mesh)
+        if values is None:
+            assert known is not None
             values = self._of_all(file)
-            self._reference = None
-            file.write(values, self.mesh)
-        self._known = values
+            file.write(values, known, self.mesh)
+        self._known, self._reference = values, None
 
     def _load_reference(self, trainer: Summarized) -> FrozenNetwork:
         """Return the network of --reference-model. Raises CheckpointError if it is no model or cannot be read."""
@@ -94,6 +100,7 @@ class PreferenceTask(GPTTask):
                     "Face folder"
                 )
             opened = open_initial_model(folder)
+        self._reference_notes = opened.notes
         return load_teacher(opened, self.chunks, trainer.engine, trainer.optimizer)
 
     def _of_all(self, file: ReferenceFile) -> np.ndarray:
@@ -118,10 +125,9 @@ class PreferenceTask(GPTTask):
             return [moved(torch.from_numpy(self._known[each.responses]), self.mesh.device) for each in batches]
         assert self._trainer is not None
         assert self._reference is not None
-        schedules, count = self._trainer.schedules, len(batches)
-        if not schedules.has(count, backward=False):
-            schedules.prove(evaluation=[count], mesh=self.mesh)
-        outputs = self._reference.log_probabilities(schedules.evaluation(count), batches, parts=True)
+        count = len(batches)
+        actions = self._trainer.schedules.prove(evaluation=[count], mesh=self.mesh).evaluation(count)
+        outputs = self._reference.log_probabilities(actions, batches, parts=True)
         return [self._of_responses(each.log_probabilities, own) for each, own in zip(outputs, batches, strict=True)]
 
     def summary(self, trainer: Summarized) -> dict[str, object]:
@@ -132,6 +138,9 @@ class PreferenceTask(GPTTask):
         assert self.counted_memory is not None
         self.counted_memory += size
         return {**lines, "reference": f"{self.options.reference_model}, {in_words(size)} more a rank"}
+
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
+        return (*super().notes(trainer), *self._reference_notes)
 
     # ------------------------------------------------------------------------------------------------ the data
 

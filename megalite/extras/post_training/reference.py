@@ -13,19 +13,30 @@ import torch
 from torch import nn
 
 from megalite.checkpoint import load_weights
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
 from megalite.inference.network import check_layout, stage_parts
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, make_chunks
 from megalite.model.head import LossConfig
+from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
+from megalite.tasks.experts import with_dispatcher
+
+
+def frozen(
+    stages: Sequence[GPT], config: OptimizerConfig, options: DataParallel, mesh: ParallelMesh
+) -> tuple[nn.ModuleList, Optimizer]:
+    """Freeze stages. Returns them as one module in evaluation mode, and the holder of their parameters."""
+    network = nn.ModuleList(stages).requires_grad_(False).eval()
+    return network, make_optimizer(stages, mesh, config, options, blocks=[stage.blocks() for stage in stages])
 
 
 class FrozenNetwork:
@@ -64,10 +75,7 @@ class FrozenNetwork:
             attention_ways=first.context.attention_ways,
         )
         self.chunks, self.output = made[: len(parts)], made[len(parts) :]
-        self.network = nn.ModuleList(made).requires_grad_(False).eval()
-        blocks = [chunk.blocks() for chunk in made]
-        self.optimizer = make_optimizer(made, mesh, optimizer.config, optimizer.options, blocks=blocks)
-        """Holder of the network's parameters, all of them frozen."""
+        self.network, self.optimizer = frozen(made, optimizer.config, optimizer.options, mesh)
         messages = tuple(tuple(_with_width(spec, config.hidden_size) for spec in border) for border in stages.messages)
         self.engine = PipelineEngine(
             self.chunks, replace(stages, messages=messages), engine.rank, engine.links, engine.device
@@ -136,7 +144,8 @@ def load_teacher(
     read.
     """
     opened = opened.without_depths()
-    config, mesh, stages = opened.config, chunks[0].mesh, engine.stages
+    mesh, stages = chunks[0].mesh, engine.stages
+    config, _ = with_dispatcher(opened.config, chunks[0].dtype, mesh)
     check_layout(config, mesh.size("tp"), stages.count)
     if (config.vocab_size or 0) < (known := chunks[0].vocab_size):
         raise ConfigurationError(
@@ -146,5 +155,5 @@ def load_teacher(
     parts = stage_parts(config.num_layers, stages.count)
     own = [parts[stage] for stage in stages.of_rank(engine.rank)]
     found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart)
-    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh)
+    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh, states_of_training(config))
     return found

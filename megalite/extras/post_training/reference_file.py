@@ -1,18 +1,24 @@
-"""File of the reference's log-probabilities of all responses, so that training does not hold the reference."""
+"""File of the reference's log-probabilities of all responses, so that training does not hold the reference.
+
+It knows the reference by what it computes, with which weights: new ones at the same path are another reference, and the
+same ones are the same wherever they are, under any layout.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 
 import numpy as np
 import torch
 
+from megalite.checkpoint.compatibility import function_of
+from megalite.checkpoint.fingerprint import fingerprint
 from megalite.config import RunConfig
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.pairs import open_pairs
+from megalite.extras.post_training.reference import FrozenNetwork
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
@@ -24,6 +30,12 @@ NAME = "reference_log_probabilities"
 _VALUES = np.dtype("<f8")
 _LARGEST_LINE = 1 << 16
 """Largest line of JSON in bytes."""
+
+
+def identity(reference: FrozenNetwork, mesh: ParallelMesh) -> str:
+    """Return a text that two references have in common only if they are the same. Called by all ranks together."""
+    function = json.dumps(function_of(reference.config), sort_keys=True).encode()
+    return f"{fingerprint(reference.optimizer, mesh)} {zlib.crc32(function):08x}"
 
 
 class ReferenceFile:
@@ -41,24 +53,25 @@ class ReferenceFile:
         self._path = open_directory(self._given) / NAME
         self.files = open_pairs(data, config.training.seed, tokenizer, chat_template(data))
         self.count = sum(map(len, self.files.values()))
-        model = options.reference_model
-        self._model = None if model is None or "://" in model else os.path.realpath(model)
+        self._model = options.reference_model
         self._longest = data.seq_length
         """Pairs that are longer have no values."""
         self._of_data = [file.description for file in self.files.values()]
 
-    def read(self, mesh: ParallelMesh) -> np.ndarray | None:
+    def read(self, reference: str | None, mesh: ParallelMesh) -> np.ndarray | None:
         """Return the values by the number of the response, on all ranks; None if there is no file.
 
-        Rank 0 reads it. All ranks call it together. Raises CheckpointError if it is of other pairs or of another
-        model, or damaged, and ConfigurationError if it is missing and there is no reference to compute it with.
+        Rank 0 reads it. All ranks call it together. `reference`: its identity; None if there is none.
+
+        Raises ConfigurationError if it is of other pairs or of another reference, or damaged, or if it is missing and
+        there is no reference to compute it with.
         """
         values = np.zeros(0)
         with raise_on_all_ranks(mesh, None):
             if mesh.rank == 0:
-                values = self._read()
+                values = self._read(reference)
         if not collectives.all_gather_json(len(values), mesh)[0]:
-            if self._model is None:
+            if reference is None:
                 raise ConfigurationError(
                     f"--reference-log-probabilities {self._given} has no file {NAME}: give --reference-model, the "
                     "model to compute it with"
@@ -68,13 +81,13 @@ class ReferenceFile:
         shared = torch.from_numpy(values).to(mesh.device)
         return collectives.all_reduce_(shared, mesh.world()).cpu().numpy()
 
-    def _read(self) -> np.ndarray:
+    def _read(self, reference: str | None) -> np.ndarray:
         """Return the values; none if there is no file. Raises ConfigurationError."""
         try:
             largest = self.count * _VALUES.itemsize + _LARGEST_LINE
             line, _, body = read_small(self._path, largest=largest).partition(b"\n")
             told = parse_json(line)
-            of, model, longest = told["pairs"], told["model"], told["longest"]
+            of, known, longest = told["pairs"], told["reference"], told["longest"]
             is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
             is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
             is_shorter = longest < self._longest
@@ -87,21 +100,21 @@ class ReferenceFile:
                 f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: "
                 "give another directory as --reference-log-probabilities"
             )
-        if self._model is not None and model != self._model:
+        if reference not in (None, known):
             raise ConfigurationError(
-                f"{self._path} is of the reference {model}, and --reference-model is {self._model}: give another "
-                "directory as --reference-log-probabilities"
+                f"{self._path} is of another model than --reference-model {self._model} is now, or of another "
+                "precision: give another directory as --reference-log-probabilities"
             )
         if not is_whole:
             raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again")
         return np.frombuffer(body, _VALUES).astype(np.float64)
 
-    def write(self, values: np.ndarray, mesh: ParallelMesh) -> None:
-        """Write the values, on rank 0. All ranks call it together."""
+    def write(self, values: np.ndarray, reference: str, mesh: ParallelMesh) -> None:
+        """Write the values of the reference with this identity, on rank 0. All ranks call it together."""
         with raise_on_all_ranks(mesh, f"writing {self._path}"):
             if mesh.rank == 0:
                 body = values.astype(_VALUES).tobytes()
-                told = {"pairs": self._of_data, "model": self._model, "longest": self._longest}
+                told = {"pairs": self._of_data, "reference": reference, "longest": self._longest}
                 line = json.dumps({**told, "crc32": zlib.crc32(body)}).encode()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._path, line + b"\n" + body)

@@ -70,7 +70,7 @@ class TokenMethods:
         check_names(terms)
         fields, names = [each.values for each in micro_batches], [term.name for term in own]
         micro_batches = with_loss(micro_batches, loss_fn, fields, terms=names, entropies=entropies)
-        self._prove(len(micro_batches), backward=True)
+        trainer.schedules.prove(training=[len(micro_batches)], mesh=self._run.mesh)
         self._gradients = trainer.forward_backward(micro_batches, terms, Multipliers)
 
     def optimizer_step(self, **figures: float | Tensor) -> dict[str, Any]:
@@ -214,15 +214,10 @@ class TokenMethods:
 
     def _logprobs(self, batch: Mapping[str, Tensor], score: Callable[..., list[TokenOutputs]]) -> Tensor:
         micro_batches = self._micro_batches(batch)
-        self._prove(len(micro_batches), backward=False)
-        outputs = score(self._trainer.schedules.evaluation(len(micro_batches)), micro_batches)
+        count = len(micro_batches)
+        actions = self._trainer.schedules.prove(evaluation=[count], mesh=self._run.mesh).evaluation(count)
+        outputs = score(actions, micro_batches)
         return torch.cat([each.log_probabilities for each in outputs])
-
-    def _prove(self, micro_batches: int, *, backward: bool) -> None:
-        schedules = self._trainer.schedules
-        if not schedules.has(micro_batches, backward=backward):
-            numbers = {"training" if backward else "evaluation": [micro_batches]}
-            schedules.prove(mesh=self._run.mesh, **numbers)
 
 
 def _means(figures: Mapping[str, float | Tensor], mesh: ParallelMesh) -> dict[str, float]:

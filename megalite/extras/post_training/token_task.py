@@ -21,6 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
+from megalite.tasks import summary
 from megalite.tasks.adapters import check_names
 from megalite.tasks.dataset_task import DatasetTask
 from megalite.tasks.gpt_network import GPTNetworkTask
@@ -164,4 +165,8 @@ class TokenTask(GPTNetworkTask, DatasetTask):
         tokens = (torch.arange(count * length) % (self.model.vocab_size or 1)).view(count, length)
         batch = replace(self.micro_batch({"tokens": tokens}, range(count)), token_loss=None)
         model = f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {self.model.num_layers} layers, hidden"
-        return {"model": f"{model} {self.model.hidden_size}", **self.lines(trainer, batch)}
+        lines = {"model": f"{model} {self.model.hidden_size}", **self.lines(trainer, batch)}
+        return {**lines, "precision": summary.precision_line(self.config)}
+
+    def notes(self, trainer: Summarized) -> tuple[str, ...]:
+        return (*super().notes(trainer), *self.recipe_notes)

@@ -15,8 +15,9 @@ from megalite.config import CheckpointConfig, ParallelConfig, RunConfig, parse_a
 from megalite.config.alarms import AlarmsConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.corruption import CorruptionConfig
-from megalite.config.fields import flag_of, with_defaults
+from megalite.config.fields import flag_of, given, with_defaults
 from megalite.config.kernels import KernelsConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.megatron_flags import CALCULATE_PER_TOKEN_LOSS
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.offload import OffloadConfig
@@ -194,7 +195,8 @@ def read_command(
         program: the program that the command starts; None: the one that its name tells.
 
     Raises:
-        ConfigurationError: the command cannot be read, or describes no run; the message says what is missing.
+        ConfigurationError: the command cannot be read, or describes no run, or one whose steps are not computed; the
+            message says what is missing.
         CheckpointError: the checkpoint is needed and cannot be read.
     """
     report = _report(command, variables, ranks)
@@ -216,6 +218,10 @@ def read_command(
     else:
         parsed = parse_arguments(flags)
     config = replace(parsed.config, checkpoint=CheckpointConfig())
+    for flag in (*given(config.adapters, "lora_rank freeze"), *given(config.distillation, "distill_from")):
+        raise ConfigurationError(
+            f"{flag}: neither steps that train a part of a network nor teachers are computed: verify a step without it"
+        )
     world_size = report.world_size or ranks
     if world_size is None:
         world_size = config.parallel.ranks_needed
@@ -226,6 +232,8 @@ def read_command(
         program = "megalite" if only or PurePath(report.program).name.startswith("megalite") else "megatron"
     if config.data.mock_data and program != "megalite":
         notes.append("--mock-data: the samples are those that megalite makes up, and other programs make up others")
+    notes += [f"not computed: {flag}: products are not rounded" for flag in given(config.low_precision, "*")]
+    config = replace(config, low_precision=LowPrecisionConfig())
     per_token = program == "megalite" or f"--{CALCULATE_PER_TOKEN_LOSS}" in flags
     config = resolve(config, world_size)
     return Command(config, program, world_size, per_token, settings, tuple(notes))
@@ -287,11 +295,14 @@ def one_process(command: Command, precision: Precision) -> tuple[RunConfig, tupl
         model = replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     if not config.synchronization.is_plain:
         notes.append("gradients are summed over all ranks in each step: other synchronization is not computed")
+    if config.low_precision.recipe is not None:
+        notes.append(f"products are not rounded: {config.low_precision.flag} is not computed")
     config = replace(
         config,
         model=model,
         parallel=parallel,
         synchronization=SynchronizationConfig(),
+        low_precision=LowPrecisionConfig(),
         optimizer=optimizer,
         training=training,
         data=replace(config.data, num_workers=0),

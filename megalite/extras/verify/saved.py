@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.compatibility import saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Source
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.checkpoint import checkpoints_in
 from megalite.config.near_checkpoints import no_checkpoint
 from megalite.conversion.huggingface import open_huggingface
@@ -95,7 +97,10 @@ def open_saved(path: Path) -> Saved:
 
 
 def _of_megalite(path: Path) -> Saved:
+    """Open a checkpoint of megalite. Raises CheckpointError if it has adapters."""
     reader = CheckpointReader(resolve(path))
+    if saved_section(reader.path, reader.manifest.config, AdaptersConfig).lora_rank is not None:
+        raise CheckpointError(f"{reader.path} has adapters, which are not computed: verify a step without them")
     weights, training = open_megalite(path), reader.manifest.training
     states: dict[str, dict[str, str]] = {}
     for name in reader.tensors:

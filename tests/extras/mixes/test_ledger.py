@@ -28,12 +28,12 @@ def spoiled(part: Part) -> Part:
 
 
 def test_every_sample_is_looked_up(run: MixedRun) -> None:
-    mix = run.open().mix
+    mix = run.open()
     assert "each of 100 samples was looked up" in proof(mix, 100, {}, {"web", "code"})
 
 
 def test_a_token_that_comes_twice_is_found(run: MixedRun) -> None:
-    mix = run.open().mix
+    mix = run.open()
     with (
         mock.patch.object(Course, "parts", lambda course, given: [*map(spoiled, PARTS(course, given))]),
         pytest.raises(DataError, match="has tokens twice"),
@@ -42,7 +42,7 @@ def test_a_token_that_comes_twice_is_found(run: MixedRun) -> None:
 
 
 def test_a_token_that_is_lost_is_found(run: MixedRun) -> None:
-    mix = run.open().mix
+    mix = run.open()
     with (
         mock.patch.object(Course, "parts", lambda course, given: PARTS(course, given) if given != 8 else [(0, 0, 0)]),
         pytest.raises(DataError, match="pass 0 of code is not complete"),

@@ -80,7 +80,7 @@ def test_what_a_stop_changes_is_what_comes_after(
                 given_so_far[mix.names[mix.of(number)]] += mix[number][:-1].tolist()
             consumed += count
             tokens = consumed * length
-            counts = mix.mix.tokens_until(consumed)
+            counts = mix.tokens_until(consumed)
             assert {name: len(each) for name, each in given_so_far.items() if each} == {
                 name: each for name, each in counts.items() if each
             }
@@ -113,7 +113,7 @@ def test_a_changed_file_of_the_mix_alters_only_what_comes_after(prefixes: dict[s
     assert {second.names[second.of(n)] for n in range(250, 300)} == {"math", "tiny"}
     third = after.open()
     assert third.resume(WHERE, after.checkpoint(second), 90, ()).why is None
-    assert third.mix.history == second.mix.history
+    assert third.history == second.history
 
 
 def test_left_out_samples_are_passed_over(prefixes: dict[str, str], tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_left_out_samples_are_passed_over(prefixes: dict[str, str], tmp_path: Pa
     other = run_of(prefixes, tmp_path, (0, {"web": 1, "code": 1})).open()
     other.resume(WHERE, run.checkpoint(mix), 10, [(2, 4)])
     assert [other[n].tolist() for n in range(13)] == [mix[n].tolist() for n in range(13)]
-    assert other.mix.history.phases[1].first == 13
+    assert other.history.phases[1].first == 13
     assert other.after(10, [(2, 4)])["consumed_tokens/web"] == 40
 
 
@@ -375,8 +375,8 @@ def test_files_that_change_back_are_other_ones_each_time(prefixes: dict[str, str
             f"changed files of web are read from their beginning; sample {consumed} is the first of a phase: web 100 %"
         )
         saved = changed.checkpoint(mix)
-    assert len(mix.mix.history.sources) == 4
-    assert [phase.first for phase in mix.mix.history.phases] == [0, 10, 20, 30]
+    assert len(mix.history.sources) == 4
+    assert [phase.first for phase in mix.history.phases] == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize("link", [True, False])

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from megalite.errors import DataError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import open_data
+from megalite.training.task import Summarized
 from tests.end_to_end.runs import GPT2, NO_DROPOUT, ROOT, Run, metrics, words
 from tests.extras.mixes.mixed_run import write_files
 from tests.harness.job import Job
@@ -134,6 +135,28 @@ def test_a_mix_takes_over_from_a_blend_with_longer_samples(
     assert "is of a run with --data-mix-schedule" in left.stderr
 
 
+@pytest.mark.wide
+def test_a_run_goes_back_to_where_samples_became_longer(
+    prefixes: dict[str, str], run: Run, spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The checkpoint there counts shorter samples; those left out are longer ones, and the change stays recorded."""
+    path = schedule(tmp_path, prefixes, (0, {"web": 2, "code": 1}))
+    flags = (*FLAGS, "--max-position-embeddings", 32, "--save", tmp_path / "run")
+    run(*flags, "--train-iters", 4, data=(*NULL, "--data-mix-schedule", path))
+    longer = words("--train-iters 14 --seq-length 32 --global-batch-size 2 --micro-batch-size 1 --resume auto")
+    alarms = words("--check-for-spiky-loss --spiky-loss-policy rewind --spiky-loss-factor 1.001 --spiky-loss-window 1")
+    ended = run(*flags, *longer, *alarms, "--save-interval", 20, data=(*NULL, "--data-mix-schedule", path))
+    assert "The run has gone back from step 12 to 4, without them" in ended.stdout
+    decisions = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
+    found = [(each["step"], each["kind"], each["samples"]) for each in decisions]
+    assert found == [(5, "data", [[0, 7]]), (5, "spike", [[22, 23]])]
+    lines = records(tmp_path / "run")
+    assert [(line["iteration"], line["consumed_tokens"]) for line in lines] == [
+        (step, 64 * step) for step in range(1, 15)
+    ]
+    assert "each of 38 samples was looked up: no token of a pass is missing" in ledger(spawn, tmp_path / "run")
+
+
 def test_numbers_of_samples_that_mean_something_else_are_told(
     prefixes: dict[str, str], run: Run, tmp_path: Path
 ) -> None:
@@ -159,7 +182,7 @@ def open_schedule(folder: Path, prefixes: dict[str, str]) -> str:
     config = resolve(parse_arguments([str(flag) for flag in flags]).config, mesh.world_size)
     task = GPTTask(config, open_data(config), mesh)
     try:
-        task.notes()
+        task.notes(cast(Summarized, None))  # it is not asked before the ranks have compared
     except DataError as error:
         return str(error)
     return ""

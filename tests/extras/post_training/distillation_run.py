@@ -43,7 +43,8 @@ def configuration(cell: Cell, folder: Path, settings: DistillationConfig) -> Run
     )
     plain = run_config(cell, model_config(cell))
     data, settings = DataConfig(seq_length=cell.sequence), replace(settings, distill_from=str(folder))
-    return replace(plain, parallel=parallel, data=data, distillation=settings)
+    training = replace(plain.training, micro_batch_size=cell.micro_batch_size)
+    return replace(plain, parallel=parallel, data=data, training=training, distillation=settings)
 
 
 def distilled_steps(cells: Sequence[Cell], folder: Path, settings: DistillationConfig) -> list[Distilled]:
@@ -70,12 +71,12 @@ def _step(policy: Policy, config: RunConfig) -> Distilled:
     optimizer.step(rates(policy.cell, 0))
     pairs = zip(compared, teacher.compared(plain), strict=True)
     kept = [[each.logit_loss.values.args[0] for each in pair if each.logit_loss is not None] for pair in pairs]
-    own = {id(parameter) for parameter in teacher.frozen.network.parameters()}
+    own = {id(parameter) for parameter in teacher.network.network.parameters()}
     trained = {id(slot.parameter) for bucket in optimizer.buckets for slot in bucket.slots}
     return Distilled(
         gradients,
         means,
-        sum(parameter.untyped_storage().size() for parameter in teacher.frozen.network.parameters()),
+        sum(parameter.untyped_storage().size() for parameter in teacher.network.network.parameters()),
         all(torch.equal(*pair) for pair in kept if pair),
         own.isdisjoint(trained | {id(parameter) for parameter in network.parameters()}),
     )

@@ -21,7 +21,7 @@ from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, or
 from tests.distributed.layout_expected import assemble, on_ranks, one_thread
 from tests.distributed.layout_run import SEED
 from tests.distributed.post_training_run import Policy, exported
-from tests.extras.post_training.distillation_run import configuration, distilled_steps
+from tests.extras.post_training.distillation_run import Distilled, configuration, distilled_steps
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
 from tests.oracle import loss_sum_and_count
@@ -45,6 +45,8 @@ NOT_WIDE = ("alone", "tp2-sequence", "dp2-zero3", "cp2-zero1", "pp2")
 
 def teacher_of(student: Cell) -> Cell:
     """Return a larger network with the same vocabulary."""
+    if student == OF_EXPERTS:
+        return Cell("mixtral", key_values="gqa", tied=False, vocabulary=student.vocabulary)
     return Cell("llama", key_values="gqa", tied=student.tied, vocabulary=student.vocabulary)
 
 
@@ -94,10 +96,14 @@ STUDENTS = (
 )
 
 
+OF_EXPERTS = Cell("llama", key_values="few", vocabulary="odd", documents=True, padding=True)
+"""The student whose teacher has experts."""
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Path]:
     """Hugging Face folders of the students' teachers."""
-    found = {cell: tmp_path_factory.mktemp("teacher") / "folder" for cell in STUDENTS}
+    found = {cell: tmp_path_factory.mktemp("teacher") / "folder" for cell in (*STUDENTS, OF_EXPERTS)}
     for cell, folder in found.items():
         exported(teacher_of(cell), folder)
     return found
@@ -112,26 +118,105 @@ def test_a_step_with_a_teacher_has_the_oracles_gradients(
 ) -> None:
     for student in STUDENTS:
         cell = replace(student, **LAYOUTS[layout])
-        gradients, means = expected(student, settings)
-        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-        ranks = [
-            result
-            for (result,) in on_ranks(rank_pools, cell.world_size, distilled_steps, [cell], folders[student], settings)
-        ]
-        found = assemble(rank.gradients for rank in ranks)
-        assert found.keys() == gradients.keys()
-        for name, gradient in gradients.items():
-            assert_gradient_close(found[name], gradient, norm, f"gradient of {name}")
-        for rank in ranks:
-            assert rank.means == pytest.approx(means, rel=1e-10)
-            assert rank.same
-            assert rank.separate
-            assert (rank.gathered == 0) == (cell.zero == 3)
+        ranks = assert_the_oracles(cell, student, settings, folders[student], rank_pools)
+        assert {rank.gathered == 0 for rank in ranks} == {cell.zero == 3}
+
+
+def assert_the_oracles(
+    cell: Cell, student: Cell, settings: DistillationConfig, folder: Path, rank_pools: RankPools
+) -> list[Distilled]:
+    """Assert that a step of the cell with the teacher in the folder has the gradients of one process; return it."""
+    gradients, means = expected(student, replace(settings, distill_layout=()))
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    steps = on_ranks(rank_pools, cell.world_size, distilled_steps, [cell], folder, settings)
+    ranks = [result for (result,) in steps]
+    found = assemble(rank.gradients for rank in ranks)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_gradient_close(found[name], gradient, norm, f"gradient of {name}")
+    for rank in ranks:
+        assert rank.means == pytest.approx(means, rel=1e-10)
+        assert rank.same
+        assert rank.separate
+    return ranks
+
+
+OWN_LAYOUTS = {
+    "tp2 beside pp2": ({"tp": 2, "sequence_parallel": True}, "pp 2"),
+    "pp2 beside tp2": ({"pp": 2, "schedule": "interleaved-2"}, "tp 2"),
+    "cp2 beside tp2": ({"cp": 2}, "tp 2 sequence-parallel"),
+    "dp2 beside tp2": ({"dp": 2}, "tp 2"),
+    "tp2 beside cp2": ({"tp": 2, "micro_batch_size": 2}, "cp 2"),
+    "tp2 beside dp2, with less than a micro-batch for each": ({"tp": 2, "micro_batch_size": 4}, "tp 1"),
+    "zero3 beside cp2": ({"dp": 2, "zero": 3, "overlap": "reduce and gather"}, "cp 2"),
+    "tp2-pp2 beside tp2-dp2": ({"tp": 2, "pp": 2}, "tp 2 sequence-parallel"),
+    "cp2-tp2 beside pp2-dp2": ({"cp": 2, "tp": 2, "sequence_parallel": True}, "pp 2"),
+    "zb-v beside cp2-tp2": ({"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"}, "cp 2 tp 2"),
+    "pp2-zero3 beside cp2": ({"pp": 2, "dp": 2, "zero": 3}, "cp 2"),
+    "two instances of zero3 beside tp2-pp2": ({"dp": 4, "zero": 3, "instances": 2}, "tp 2 pp 2"),
+}
+
+
+OWN_NOT_WIDE = ("tp2 beside pp2", "cp2 beside tp2", "dp2 beside tp2", "zero3 beside cp2")
+
+
+@pytest.mark.parametrize("settings", [WHOLE, FEW], ids=["whole", "few"])
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(name, marks=[pytest.mark.wide] * (name not in OWN_NOT_WIDE)) for name in OWN_LAYOUTS]
+)
+def test_a_teacher_in_a_layout_of_its_own_is_the_same(
+    layouts: str, settings: DistillationConfig, folders: dict[Cell, Path], rank_pools: RankPools
+) -> None:
+    layout, own = OWN_LAYOUTS[layouts]
+    for student in STUDENTS:
+        cell, divided = replace(student, **layout), replace(settings, distill_layout=tuple(own.split()))
+        ranks = assert_the_oracles(cell, student, divided, folders[student], rank_pools)
+        shards = cell.zero == 3 and "cp" in own  # otherwise one rank has all of a weight, which is not gathered
+        assert {rank.gathered == 0 for rank in ranks} == {shards}
+
+
+EXPERT_LAYOUTS = {
+    "alone": ({"micro_batch_size": 2}, "tp 1"),
+    "zero3 beside ep2": ({"dp": 2, "zero": 3}, "ep 2"),
+    "tp2 beside ep2": ({"tp": 2, "sequence_parallel": True}, "ep 2"),
+    "cp2 beside tp2-ep2": ({"cp": 2}, "tp 2 sequence-parallel ep 2 etp 1"),
+    "dp2 beside tp2": ({"dp": 2}, "tp 2"),
+    "pp2-dp2 beside cp2-ep2-etp2": ({"pp": 2, "dp": 2}, "cp 2 ep 2 etp 2"),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layouts", EXPERT_LAYOUTS)
+def test_a_teacher_with_experts_in_a_layout_of_its_own_is_the_same(
+    layouts: str, folders: dict[Cell, Path], rank_pools: RankPools
+) -> None:
+    layout, own = EXPERT_LAYOUTS[layouts]
+    cell, divided = replace(OF_EXPERTS, **layout), replace(WHOLE, distill_layout=tuple(own.split()))
+    assert_the_oracles(cell, OF_EXPERTS, divided, folders[OF_EXPERTS], rank_pools)
 
 
 def tokenizer_of(tokens: int) -> Tokenizer:
     """Return a tokenizer with this number of tokens."""
     return build_tokenizer(DataConfig(seq_length=1, tokenizer_type="NullTokenizer"), tokens - 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("pp 8", "--distill-layout pp 8: the layout cannot divide the teacher: 8 stages are more"),
+        ("tp 3", "--distill-layout tp 3: the layout cannot divide the teacher: --tensor-model-parallel-size 3 does"),
+        ("cp 5", "--distill-layout cp 5: the layout cannot divide the teacher: --seq-length 12"),
+        ("ep 3", "its 4 experts are not divisible by --expert-model-parallel-size 3"),
+        ("tp 2 ep 2", "tensor-parallel ranks, 2, that divide its experts otherwise need sequence-parallel"),
+        ("etp 5", "the width of its experts, .* is not divisible by --expert-tensor-parallel-size 5"),
+    ],
+)
+def test_a_layout_that_cannot_divide_the_teacher_is_refused_before_the_ranks_meet(
+    layout: str, message: str, folders: dict[Cell, Path]
+) -> None:
+    settings = replace(WHOLE, distill_layout=tuple(layout.split()))
+    with pytest.raises(ConfigurationError, match=message):
+        check_teacher(configuration(OF_EXPERTS, folders[OF_EXPERTS], settings), tokenizer_of(29))
 
 
 @pytest.mark.parametrize("wrong", ["tokens", "positions", "layout", "heads", "experts"])

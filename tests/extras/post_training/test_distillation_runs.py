@@ -41,7 +41,8 @@ def test_runs_with_a_teacher_agree_and_continue(teacher: Path, run: Run, tmp_pat
     began = run(*flags, whole, "--train-iters", 4, *evaluated, data=MOCK)
     assert "41,056 parameters: 4 layers, hidden 32; 436 KiB a rank, of which 356 KiB are weights" in began.stdout
     run(*flags, parts, "--train-iters", 4, *evaluated, "--exit-interval", 2, data=MOCK, expected=85)
-    run(*flags, parts, "--train-iters", 4, *evaluated, "--resume", "auto", data=MOCK)
+    resumed = run(*flags, parts, "--train-iters", 4, *evaluated, "--resume", "auto", data=MOCK)
+    assert "note: the checkpoint's options" not in resumed.stdout
     assert_same_checkpoint(parts / "iter_0000004", whole / "iter_0000004")
     assert metrics(parts) == metrics(whole)
     assert [line["distill_loss"] > 0 for line in records(whole)] == [True] * 4
@@ -67,6 +68,23 @@ def test_layouts_agree(teacher: Path, run: Run, tmp_path: Path) -> None:
     for name, layout in LAYOUTS.items():
         run(*flags, tmp_path / name, *words(layout), data=MOCK, world_size=2)
         assert_agree(tmp_path / name, tmp_path / "alone")
+    run(*flags, tmp_path / "own", *words("--pp 2 --distill-layout cp 2"), data=MOCK, world_size=2)
+    assert_agree(tmp_path / "own", tmp_path / "alone")
+    stopped = (*flags, tmp_path / "parts", *words("--pp 2 --distill-layout cp 2"))
+    run(*stopped, "--exit-interval", 2, data=MOCK, world_size=2, expected=85)
+    run(*stopped, "--resume", "auto", data=MOCK, world_size=2)
+    assert_same_checkpoint(tmp_path / "parts" / "iter_0000003", tmp_path / "own" / "iter_0000003")
+
+
+@pytest.mark.wide
+def test_a_teacher_with_flags_of_its_training_alone_has_another_layout(run: Run, tmp_path: Path) -> None:
+    """Neither the loads that a balancing loss remembers nor DeepEP are needed to run it."""
+    experts = words("--num-experts 4 --moe-token-dispatcher-type flex --moe-router-load-balancing-type global_aux_loss")
+    run(*TEACHER, *experts, *words("--moe-aux-loss-coeff 0.1"), "--save", tmp_path / "teacher", data=MOCK)
+    flags = (*STUDENT, "--distill-from", tmp_path / "teacher", *words("--train-iters 2 --save"))
+    run(*flags, tmp_path / "alone", data=MOCK)
+    run(*flags, tmp_path / "own", *words("--distill-layout ep 2"), data=MOCK, world_size=2)
+    assert_agree(tmp_path / "own", tmp_path / "alone")
 
 
 def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, teacher: Path, tmp_path: Path) -> None:
@@ -86,6 +104,15 @@ def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, te
         ("--distill-top-k 3 --distill-temperature 2", "--distill-top-k needs --distill-from"),
         ("--distill-from x --distill-weight 0", "--distill-weight 0.0: must be above 0, at most 1"),
         ("--distill-from x --mtp-num-layers 1", "teachers predict the next token alone; drop one"),
+        ("--distill-layout tp 1", "--distill-layout needs --distill-from"),
+        ("--distill-from x --distill-layout tp 2", "--distill-layout tp 2: 1 ranks cannot be divided into groups of"),
+        (
+            "--distill-from x --distill-layout dp 2",
+            "--distill-layout dp 2: 'dp' is no part of a layout: give any",
+        ),
+        ("--distill-from x --distill-layout tp", "--distill-layout tp: tp needs a number of ranks behind it, not ''"),
+        ("--distill-from x --distill-layout pp 0", "pp 0: --pipeline-model-parallel-size 0: must be at least 1"),
+        ("--distill-from x --distill-layout tp 1 tp 1", "--distill-layout tp 1 tp 1: tp is given twice"),
         ("--distill-from x --fused-linear-cross-entropy", "which never has all logits: drop one"),
     ],
 )

@@ -72,13 +72,13 @@ def test_messages_of_every_shape_are_the_same_pair(record: dict[str, Any], tmp_p
 
 
 def test_each_pair_stands_once_in_an_epoch_and_whole_in_one_sample(tmp_path: Path) -> None:
-    records = [{"prompt": f"{n}:", "chosen": "a" * (n % 7), "rejected": "b" * (n % 5)} for n in range(60)]
+    records = [{"prompt": f"{n}:", "chosen": "a" * (1 + n % 7), "rejected": "b" * (n % 5)} for n in range(60)]
     records[4] = {"prompt": "long", "chosen": "a" * 30, "rejected": "b" * 30}
     files = [write(tmp_path / f"{name}.jsonl", *part) for name, part in (("a", records[:20]), ("b", records[20:]))]
     data = DataConfig(seq_length=64, tokenizer_type="ByteTokenizer", preference_data=("1", files[1], "1", files[0]))
     first, second = open_pairs(data, 1, ByteTokenizer(), None).values()
     assert (first.first, second.first) == (0, 40)
-    assert first.notes() == [f"{files[0]}: 1 of 20 pairs are longer than --seq-length and are left out"]
+    assert first.notes() == [f"{files[0]}: 1 of 20 pairs are longer than --seq-length 64 and are left out"]
     seen = dict[int, str]()
     for file in (first, second):
         dataset = file.dataset(range(len(file.pairs)), None)
@@ -117,15 +117,17 @@ def test_a_split_shares_out_the_pairs_that_fit(tmp_path: Path) -> None:
         ([{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d"}], 'it has "completion" beside "chosen"'),
         ([{"prompt": ["a"], "chosen": YES, "rejected": NO}], "a message has no"),
         (
-            [{"prompt": "a", "chosen": "b" * 40, "rejected": "c"}],
-            "no pair of which both responses fit into --seq-length",
+            [{"prompt": "a", "chosen": "b" * 240, "rejected": "c"}],
+            "no pair to train on: of 1, 1 are longer than --seq-length 200 (the shortest has 243 tokens)",
         ),
-        ([{"chosen": ASKED + YES, "rejected": ASKED + YES}], "has no answers"),
+        ([{"chosen": ASKED + YES, "rejected": ASKED + YES}], "of 1, 1 have two equal responses"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "b"}], "of 1, 1 have two equal responses"),
+        ([{"chosen": YES, "rejected": YES + NO}], "of 1, 1 have a response without an answer of its own"),
     ],
 )
 def test_what_is_no_pair_is_one_line(records: Sequence[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r".*") as caught:
-        opened(write(tmp_path / "a.jsonl", *records), 32)
+        opened(write(tmp_path / "a.jsonl", *records), 200)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -136,3 +138,15 @@ def test_a_response_that_the_other_begins_with_is_left_out(tmp_path: Path) -> No
     assert file.pairs.tolist() == [1]
     assert file.notes() == [f"{file.path}: 1 of 2 pairs have a response without an answer of its own and are left out"]
     assert np.array_equal(np.unique(file.dataset(range(1), None)[0]["responses"]), [-1, 2, 3])
+
+
+def test_equal_responses_are_left_out_and_texts_of_which_one_begins_with_the_other_are_not(tmp_path: Path) -> None:
+    """The ends of these differ: one goes on where the other one's document ends."""
+    same = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"chosen": ASKED + YES, "rejected": ASKED + YES}]
+    begun = {"prompt": "a", "chosen": "b", "rejected": "bc"}
+    file = opened(write(tmp_path / "a.jsonl", *same, begun), 200)
+    assert file.notes() == [f"{file.path}: 2 of 3 pairs have two equal responses and are left out"]
+    fields = file.dataset(range(1), None)[0]
+    eod = ByteTokenizer().eod
+    labels = [fields["labels"][fields["responses"] == number].tolist() for number in (4, 5)]
+    assert labels == [[ord("b"), eod], [ord("b"), ord("c"), eod]]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.manifest import read_manifest
 from megalite.config import DataConfig
 from megalite.data.datasets import Samples
 from megalite.data.loader import MicroBatchArrays
@@ -80,11 +84,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_base(folder: Path) -> None:
+def write_base(folder: Path, *flags: Any) -> None:
     """Write pairs, a run of two steps, and another, which is the reference."""
     (folder / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in pairs()))
     for name, seed in (("begun", 1), ("reference", 2)):
-        argv: list[Any] = [PRETRAIN, *NETWORK, "--mock-data", "--train-iters", 2, "--seed", seed]
+        argv: list[Any] = [PRETRAIN, *NETWORK, *flags, "--mock-data", "--train-iters", 2, "--seed", seed]
         with Job([*argv, "--save", folder / name], 1, folder / f"job of {name}") as job:
             ended(job)
 
@@ -211,6 +215,17 @@ def test_a_step_equals_a_plain_loop_with_transformers(base: Path, spawn: Spawn, 
         torch.testing.assert_close((before - found[ours][: len(before)]) / RATE, gradient, rtol=1e-5, atol=1e-5)
 
 
+def test_notes_on_the_files_of_the_reference_are_shown(base: Path, spawn: Spawn, tmp_path: Path) -> None:
+    huggingface.save(tmp_path / "other", "qwen3-next", {"vocab_size": ByteTokenizer().vocab_size})
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    further = {"mtp.norm.weight": torch.zeros(24)}
+    save_file({**weights, **further}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
+    reference = ("--reference-model", tmp_path / "other", "--train-iters", 1, "--save", tmp_path / "run")
+    told = ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *reference], 1)).stdout
+    assert f"note: {tmp_path / 'other'} has 1 tensors of layers that predict further tokens (MTP)" in told
+
+
 LAYOUTS: Mapping[str, tuple[int, str]] = {
     "tp2-sequence": (2, "--tp 2 --sequence-parallel --fused-linear-cross-entropy"),
     "pp2": (2, "--pp 2"),
@@ -232,6 +247,63 @@ def alone(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with ExitStack() as jobs:
         finetuned(spawn, base, folder / "run", *EVALUATED)
     return folder / "run"
+
+
+EXPERTS = words(
+    "--num-layers 4 --micro-batch-size 1 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8 "
+    "--moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss "
+    "--moe-aux-loss-coeff 0.2 0.1 0.1 --moe-z-loss-coeff 0.05"
+)
+INTERLEAVED = "--pp 2 --num-virtual-stages-per-pipeline-rank 2"
+LAYOUTS_OF_EXPERTS: Mapping[str, tuple[int, str]] = {
+    "interleaved": (2, INTERLEAVED),
+    "zb-v": (2, "--pp 2 --pipeline-schedule zb-v"),
+    "ep2": (2, "--ep 2"),
+    "ep2-zero3": (2, "--ep 2 --data-parallel-sharding-strategy optim_grads_params"),
+    "ep2-tp2-sequence": (4, "--ep 2 --tp 2 --sequence-parallel"),
+    "ep2-interleaved-zero1": (4, f"{INTERLEAVED} --ep 2 --use-distributed-optimizer"),
+    "cp2-recompute": (2, "--cp 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "ep2-cp2-recompute": (4, "--ep 2 --cp 2 --recompute-granularity selective --recompute-modules core_attn moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of `write_base` with a network of experts and balancing losses, and its run on one rank."""
+    folder = tmp_path_factory.mktemp("experts")
+    write_base(folder, *EXPERTS)
+
+    def spawn(argv: list[Any], ranks: int) -> Job:
+        return jobs.enter_context(Job(argv, ranks, folder / "job"))
+
+    with ExitStack() as jobs:
+        finetuned(spawn, folder, folder / "alone", *EXPERTS, *EVALUATED)
+    return folder
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS)
+def test_experts_and_more_schedules_train_the_same(layout: str, of_experts: Path, spawn: Spawn, tmp_path: Path) -> None:
+    """Beside the loss of pairs the network has its balancing losses, which the reference does not."""
+    ranks, flags = LAYOUTS_OF_EXPERTS[layout]
+    kept = ("--reference-log-probabilities", tmp_path / "kept") if layout.startswith("ep2-") else ()
+    finetuned(spawn, of_experts, tmp_path / "run", *EXPERTS, *EVALUATED, *words(flags), *kept, ranks=ranks)
+    assert {"dpo_loss", "load_balancing_loss", "global_load_balancing_loss"} <= records(of_experts / "alone")[0].keys()
+    assert_close(tmp_path / "run", of_experts / "alone")
+    if kept:
+        finetuned(spawn, of_experts, tmp_path / "again", *EXPERTS, *EVALUATED, *kept)
+        assert_close(tmp_path / "again", of_experts / "alone")
+
+
+@pytest.mark.wide
+def test_a_reference_trained_with_deep_ep_runs_without_it(of_experts: Path, spawn: Spawn, tmp_path: Path) -> None:
+    shutil.copytree(of_experts / "reference" / "iter_0000002", tmp_path / "flex")
+    saved = read_manifest(tmp_path / "flex")
+    model = {**saved.config["model"], "moe_token_dispatcher_type": "flex"}
+    (tmp_path / "flex" / "manifest.json").write_text(replace(saved, config={**saved.config, "model": model}).to_json())
+    flags = (*EXPERTS, *EVALUATED, "--ep", 2, "--reference-model", tmp_path / "flex")
+    finetuned(spawn, of_experts, tmp_path / "run", *flags, ranks=2)
+    assert_close(tmp_path / "run", of_experts / "alone")
 
 
 def assert_close(directory: Path, other: Path) -> None:
@@ -280,8 +352,15 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
         data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
         return ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *flags], 1), None).stderr
 
-    other = ("--reference-model", base / "begun" / "iter_0000002")
-    assert "give another directory as --reference-log-probabilities" in refused(*kept, *other)
+    def model(run: str) -> tuple[Any, ...]:
+        """Copy the last checkpoint of a run to one path for all. Returns the flags that make it the reference."""
+        shutil.rmtree(tmp_path / "model", ignore_errors=True)
+        shutil.copytree(base / run / "iter_0000002", tmp_path / "model")
+        return (*kept, "--reference-model", tmp_path / "model")
+
+    assert "is of another model than --reference-model" in refused(*model("begun"))
+    finetuned(spawn, base, tmp_path / "third", *EVALUATED, *model("reference"), "--tp", 2, ranks=2)
+    assert_close(tmp_path / "third", alone)
     assert "smaller --seq-length" in refused(*kept, "--seq-length", 2 * LENGTH, "--max-position-embeddings", 2 * LENGTH)
     (tmp_path / "kept" / "reference_log_probabilities").write_bytes(content[:-1])
     assert "is damaged: remove it, and it is computed again" in refused(*kept)

@@ -82,10 +82,11 @@ def born(
     base: str = FLAGS,
     on_disk: Sequence[Path] = (),
     restarts: str = "1",
+    begin: Callable[[Trainer], None] = lambda trainer: None,
 ) -> Life:
     """Begin a life of this rank: from the copies in memory if there are any, otherwise from the first step.
 
-    `restarts`: those that torchrun has been allowed.
+    `restarts`: those that torchrun has been allowed. `begin`: what is done before the first step.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["SLURMD_NODENAME"] = hosts[rank]
@@ -111,6 +112,8 @@ def born(
         build = Build()
         found = copies.load(build, on_disk)
         trainer = build() if found is None else found[0]
+        if found is None:
+            begin(trainer)
         copies.begin(trainer)
         return Life(trainer, copies, None if found is None else found[1])
     finally:

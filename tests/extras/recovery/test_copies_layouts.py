@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megalite.training.trainer import Trainer
 from tests.extras.recovery.memory import Memory, born, train
 from tests.extras.recovery.test_copies import hosts, memory
 from tests.extras.recovery.test_copies_faults import EVERY, flip, own_steps
@@ -66,6 +67,35 @@ def test_a_run_continues_from_copies_of_other_ranks(
         assert_number_close(loss, wanted, "loss")
     if "--bitwise-elastic" in flags:
         assert ended[0][2] == through[0][2]
+
+
+def train_beside_a_base(
+    memory: Memory, nodes: Sequence[str], folder: Path, flags: str, steps: int, after: int
+) -> tuple[str | None, list[float]]:
+    """Train adapters beside weights that are not those of the seed. Returns how a life began, and its losses."""
+
+    def loaded(trainer: Trainer) -> None:  # as from a folder
+        for parameter in trainer.network.parameters():
+            if not parameter.requires_grad:
+                parameter.data.mul_(1.25)
+
+    life = born(memory, nodes, folder, f"{EVERY} --lora-rank 2 {flags}", begin=loaded)
+    return life.how, life.steps(steps + after)[steps:]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", ""])
+def test_adapters_continue_beside_the_frozen_weights_of_the_copies(
+    layout: str, memory: Any, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    files, old = memory(2), "--tp 2 --sequence-parallel"
+    (_, through), _ = rank_pools(2).run(train_beside_a_base, files, hosts(2), tmp_path, old, STEPS, AFTER)
+    files = memory(2)
+    rank_pools(2).run(train_beside_a_base, files, hosts(2), tmp_path, old, STEPS, 0)
+    (how, ended), _ = rank_pools(2).run(train_beside_a_base, files, hosts(2), tmp_path, layout, 0, AFTER)
+    assert str(how).startswith(f"continues from the copies in memory of step {STEPS}")
+    for loss, wanted in zip(ended, through, strict=True):
+        assert_number_close(loss, wanted, "loss")
 
 
 def test_another_copy_is_used_for_a_damaged_one(memory: Any, rank_pools: RankPools, tmp_path: Path) -> None:

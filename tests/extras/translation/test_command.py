@@ -80,7 +80,7 @@ def test_yaml_for_config_is_the_same_run(
             "--data-path $DATA",
             "needed: line 1: --data-path needs $DATA, which the script does not set: give --set DATA=",
         ),
-        ("--fp8-format hybrid", "refused: --fp8-format needs Transformer Engine"),
+        ("--kitchen-recipe-number 1", "refused: --kitchen-recipe-number needs Transformer Engine"),
         (
             "--per_device_train_batch_size 1",
             "refused: --per-device-train-batch-size is a flag of Hugging Face's Trainer",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.extras.verify.command import named_factors, one_process, read_command
 from tests.extras.verify.recorded_run import DATA, FLAGS, NETWORK, TRAINING, saved, train
 
@@ -62,6 +63,18 @@ def test_what_a_shell_must_tell_is_asked_for() -> None:
 def test_features_that_are_not_computed_are_said() -> None:
     command = read_command(f"pretrain_gpt.py {FLAGS} --fp8-format hybrid")
     assert any("--fp8-format" in note for note in command.notes)
+
+
+@pytest.mark.parametrize("flags", ["--lora-rank 2", "--freeze output", "--distill-from x"])
+def test_steps_that_are_not_computed_are_refused(flags: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(flags)}: .*: verify a step without it$"):
+        read_command(f"pretrain_gpt.py {FLAGS} {flags}")
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    train(tmp_path / "run", f"{FLAGS} --lora-rank 2", steps=1)
+    with pytest.raises(CheckpointError, match="has adapters, which are not computed"):
+        saved(tmp_path / "run", 1)
 
 
 def test_the_network_may_come_from_the_checkpoint(tmp_path: Path) -> None:

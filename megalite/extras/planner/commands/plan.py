@@ -254,6 +254,11 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     yield f"nine times of ten, a step of the first takes {expected.least:.3f} to {expected.most:.3f} s{unmeasured}"
     if expected.unknown is not None:
         yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
+    if planner.config.low_precision.recipe is not None:
+        yield (
+            f"products of {planner.config.low_precision.flag} are counted as those of the weights' dtype, and codes of "
+            "weights by the dry run alone"
+        )
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)

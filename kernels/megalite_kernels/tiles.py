@@ -1,0 +1,171 @@
+"""Tiles: matrices as codes of 8 or 4 bits, with a scale for each part of a row, or for each square of a weight.
+
+A value is code * scale, and with two levels code * scale * outer. Values are quantized from fp32: fp64 is rounded to it
+first. Codes are rounded to nearest, ties to even, and saturate. A tile with an infinity or a NaN has the scale NaN, so
+it is dequantized to NaN; so has a tensor or a row with a scale of its own. The last tile of a row may be short.
+
+`recipes.py` has what a scale covers, `tile_scales.py` how it follows from a maximum, and docs/fp8_tables.md the rules
+in words.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite_kernels.formats import TILE_FORMATS
+from megalite_kernels.implementation import current, on_gpu
+from megalite_kernels.recipes import Recipe
+from megalite_kernels.tile_scales import Tiles, WeightTiles, inner_scales, outer_scales, scales_of
+
+
+def largest(values: Tensor, recipe: Recipe) -> Tensor | None:
+    """Return the largest magnitude that scales need from every rank that shares the tensor, in fp32; NaN as infinity.
+
+    A maximum over ranks keeps an infinity, while it may lose a NaN.
+
+    Returns:
+        A scalar (tensorwise), [rows] (nvfp4), or None if tiles need no more than themselves.
+    """
+    if recipe.block and recipe.scaling != "two levels":
+        return None
+    if not values.numel():
+        return values.new_zeros(values.shape[:-1] if recipe.block else (), dtype=torch.float32)
+    low, high = torch.aminmax(values, dim=-1) if recipe.block else torch.aminmax(values)
+    return torch.maximum(-low, high).to(torch.float32).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def round_to_codes(scaled: Tensor, format: torch.dtype) -> Tensor:
+    """Round fp32 values, which it overwrites, to codes, ties to even. What is no number becomes zero."""
+    limit = TILE_FORMATS[format].largest
+    scaled.nan_to_num_(0.0).clamp_(-limit, limit)
+    if format != torch.float4_e2m1fn_x2:
+        return scaled.to(format)
+    size = scaled.abs()  # in steps of 0.5 below 2, of 1 below 4, then of 2
+    steps = torch.where(size < 2.0, (size * 2.0).round(), size.round() + 2.0)
+    steps = torch.where(size < 4.0, steps, (size * 0.5).round() + 4.0)
+    return steps.to(torch.uint8) | scaled.signbit().to(torch.uint8) << 3
+
+
+def values_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what codes stand for without their scales. Those in uint8 are e2m1."""
+    if codes.dtype != torch.uint8:
+        return codes.to(dtype)
+    table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=dtype, device=codes.device)
+    return torch.cat((table, -table))[codes.int()]
+
+
+def quantize_reference(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None) -> Tiles:
+    """Return the tiles of `quantize`, with the scales of the tensor or of its rows from `top`."""
+    code = TILE_FORMATS[format].largest
+    narrow = values.to(torch.float32)
+    if not recipe.block:
+        scale, factor = scales_of(_given(top), recipe, code)
+        return Tiles(round_to_codes(narrow * factor, format), scale)
+    blocks = F.pad(narrow, (0, -narrow.shape[1] % recipe.block)).unflatten(1, (-1, recipe.block))
+    tops = _tops(blocks, (-1,))
+    if recipe.scaling == "two levels":
+        outer = outer_scales(_given(top), code)
+        scale, factor = inner_scales(tops, outer, code)
+    else:
+        outer = None
+        scale, factor = scales_of(tops, recipe, code)
+    codes = round_to_codes(blocks * factor[..., None], format).flatten(1)[:, : values.shape[1]]
+    return Tiles(codes.contiguous(), _stored(scale, recipe), outer)
+
+
+def quantize_squares_reference(values: Tensor, recipe: Recipe) -> Tiles:
+    """Quantize a weight [out, in] with one scale for each square of the block's size."""
+    (rows, columns), block = values.shape, recipe.block
+    padded = F.pad(values.to(torch.float32), (0, -columns % block, 0, -rows % block))
+    squares = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+    scale, factor = scales_of(_tops(squares, (1, 3)), recipe, TILE_FORMATS[recipe.forward].largest)
+    codes = round_to_codes(squares * factor[:, None, :, None], recipe.forward).view(padded.shape)
+    return Tiles(codes[:rows, :columns].contiguous(), scale)
+
+
+def _tops(blocks: Tensor, dimensions: tuple[int, ...]) -> Tensor:
+    """Return the largest magnitudes over these dimensions, infinity for NaN."""
+    return blocks.abs().amax(dimensions).nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def _given(top: Tensor | None) -> Tensor:
+    if top is None:
+        raise ValueError("a recipe with one scale for a tensor or a row needs its largest magnitude: see `largest`")
+    return top
+
+
+def _stored(scale: Tensor, recipe: Recipe) -> Tensor:
+    """Return scales in the dtype in which the recipe keeps them, which has them all."""
+    if recipe.scaling == "floor":
+        return (scale.view(torch.int32) >> 23 & 0xFF).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return scale.to(torch.float8_e4m3fn) if recipe.scaling == "two levels" else scale
+
+
+# ------------------------------------------------------------------------------------------------- public functions
+
+
+def quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None = None) -> Tiles:
+    """Quantize activations or gradients [rows, columns], whose tiles are parts of one row.
+
+    Args:
+        format: `recipe.forward` or `recipe.backward`.
+        top: what `largest` returns of these values, or the maximum of it over all ranks that share the tensor.
+    """
+    top = largest(values, recipe) if top is None else top
+    if not current().runs_triton("tiles", values):
+        return quantize_reference(values, recipe, format, top)
+    from megalite_kernels.tiles_kernels import launch_quantize
+
+    return launch_quantize(values, recipe, format, top)
+
+
+def quantize_weight(
+    values: Tensor, recipe: Recipe, top: Tensor | None = None, transposed_top: Tensor | None = None
+) -> WeightTiles:
+    """Quantize a weight [out, in] for both of its products.
+
+    Tensorwise and in squares, both have the same codes: the backward's are a view, or on a GPU, whose products read
+    along the contraction, a copy. Otherwise the backward's tiles run along `out` and have codes of their own.
+
+    Args:
+        top: see `quantize`.
+        transposed_top: the same of the transposed weight, for nvfp4.
+    """
+    if recipe.block and not recipe.in_squares:
+        forward = quantize(values, recipe, recipe.forward, top)
+        return WeightTiles(forward, quantize(values.t().contiguous(), recipe, recipe.forward, transposed_top))
+    if recipe.block and current().runs_triton("tiles", values):
+        from megalite_kernels.tiles_kernels import launch_quantize_squares
+
+        forward, turned = launch_quantize_squares(values, recipe)
+        return WeightTiles(forward, Tiles(turned, forward.scales.t()))
+    if recipe.block:
+        return for_both(quantize_squares_reference(values, recipe))
+    return for_both(quantize(values, recipe, recipe.forward, top))
+
+
+def for_both(forward: Tiles) -> WeightTiles:
+    """Return both operands of a weight, from that of the forward, if they have the same codes."""
+    turned = forward.codes.t()
+    turned = turned.contiguous() if on_gpu(turned) else turned
+    return WeightTiles(forward, Tiles(turned, forward.scales.t()))
+
+
+def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return the values of tiles [rows, columns]: computed in fp32, or in fp64 if that is asked for."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, columns = tiles.codes.shape
+    found, scale = values_of(tiles.codes, wide), tiles.scales.to(wide)
+    if recipe.block:
+        scale = scale.repeat_interleave(recipe.block, 1)[:, :columns]
+        if len(scale) != rows:
+            scale = scale.repeat_interleave(recipe.block, 0)[:rows]
+    found = found * scale
+    return (found if tiles.outer is None else found * tiles.outer.to(wide)[:, None]).to(dtype)

@@ -1,0 +1,236 @@
+"""Triton kernels that quantize to tiles, and their launchers: see tiles.py. They have the reference's bits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels.formats import TILE_FORMATS
+from megalite_kernels.launch import tile, unit
+from megalite_kernels.recipes import Recipe, Scaling
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
+
+TILE = 2048  # elements of a program
+SQUARE_WARPS = 16
+_SCALING: dict[Scaling, tuple[int, torch.dtype]] = {
+    "quotient": (0, torch.float32),
+    "ceiling": (1, torch.float32),
+    "floor": (2, torch.float8_e8m0fnu),
+    "two levels": (3, torch.float8_e4m3fn),
+}
+"""Numbers of the rules in the kernels, and the dtype of their scales."""
+
+# ------------------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def _rounded(scaled: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
+    """Round fp32 magnitudes within a format's range to its codes without sign, ties to even, in int32."""
+    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) >> 23, 127 + LOWEST)
+    unit = (exponent + (23 - MANTISSA)) << 23  # adding it as a float rounds to whole steps, found in the low bits
+    steps = (scaled + unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - unit
+    return ((exponent - (127 + LOWEST)) << MANTISSA) + steps
+
+
+@triton.jit
+def _codes(
+    values: tl.tensor, factors: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr, LARGEST: tl.constexpr
+) -> tl.tensor:
+    """Return the codes of fp32 values times factors, in int32."""
+    bits = values.to(tl.int32, bitcast=True)
+    scaled = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * factors
+    number = scaled == scaled
+    codes = _rounded(tl.minimum(tl.where(number, scaled, 0.0), LARGEST), MANTISSA, LOWEST)
+    SIGN: tl.constexpr = 8 if MANTISSA == 1 else 128
+    return tl.where((bits < 0) & number, codes | SIGN, codes)
+
+
+@triton.jit
+def _scales(
+    top: tl.tensor, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, GREATEST: tl.constexpr, SCALING: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the scales, or the bytes of e8m0, and the factors of maxima, whose bits are given in int32."""
+    finite = top < 0x7F800000
+    if SCALING == 2:
+        field = tl.maximum((top >> 23) - EXPONENT, 0)
+        factors = ((254 - field) << 23).to(tl.float32, bitcast=True)
+        scales = tl.where(finite, field, 255)
+    else:
+        number = tl.where(finite & (top > 0), top, 0x3F800000).to(tl.float32, bitcast=True)
+        factors = tl.where(top > 0, tl.minimum(tl.div_rn(LARGEST, number), GREATEST), 1.0)
+        if SCALING == 1:
+            factors = (factors.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        scales = tl.where(finite, tl.div_rn(1.0, factors), float("nan"))
+    return scales, tl.where(finite, factors, 0.0)
+
+
+@triton.jit
+def _inner_scales(
+    top: tl.tensor, outer: tl.tensor, LARGEST: tl.constexpr, LEAST_INNER: tl.constexpr, LARGEST_INNER: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the bytes of e4m3 scales below those of their rows, and the factors."""
+    finite = (outer == outer) & (top < 0x7F800000)
+    number = tl.where(finite, top, 0).to(tl.float32, bitcast=True)
+    own = tl.where(finite, outer, 1.0)
+    wanted = tl.div_rn(tl.div_rn(number, LARGEST), own)
+    codes = _rounded(tl.minimum(tl.maximum(wanted, LEAST_INNER), LARGEST_INNER), 3, -6)
+    exact = (((codes & 7) | 8) << 20).to(tl.float32)  # no scale is below the smallest exponent
+    scales = exact * ((((codes >> 3) + (120 - 23)) << 23).to(tl.float32, bitcast=True))
+    factors = tl.div_rn(tl.div_rn(1.0, own), scales)
+    return tl.where(finite, codes, 127), tl.where(finite, factors, 0.0)
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _quantize_tensor(
+    values: tl.tensor,
+    factor: tl.tensor,
+    codes: tl.tensor,
+    elements: tl.tensor,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    UNIT: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Quantize SIZE elements by one factor. UNIT: elements that share a mask bit."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place // UNIT < elements // UNIT
+    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    found = _codes(x, tl.load(factor), MANTISSA, LOWEST, LARGEST)
+    tl.store(codes + place, found.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _quantize_blocks(
+    values: tl.tensor,
+    outer: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    blocks: tl.tensor,
+    columns: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    GREATEST: tl.constexpr,
+    LEAST_INNER: tl.constexpr,
+    LARGEST_INNER: tl.constexpr,
+    SCALING: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Quantize ROWS blocks of rows of `columns` elements; the last block of a row may be short."""
+    PER_ROW: tl.constexpr = (columns + BLOCK - 1) // BLOCK
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = block < blocks
+    within = tl.arange(0, BLOCK)[None, :]
+    if columns % BLOCK == 0:
+        place = block[:, None] * BLOCK + within
+        inside = present[:, None]
+    else:
+        first = (block % PER_ROW) * BLOCK
+        place = (block // PER_ROW * columns + first)[:, None] + within
+        inside = present[:, None] & (first[:, None] + within < columns)
+    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    if SCALING == 3:
+        own = tl.load(outer + block // PER_ROW, mask=present, other=1.0)
+        scale, factors = _inner_scales(top, own, LARGEST, LEAST_INNER, LARGEST_INNER)
+    else:
+        scale, factors = _scales(top, LARGEST, EXPONENT, GREATEST, SCALING)
+    found = _codes(x, factors[:, None], MANTISSA, LOWEST, LARGEST)
+    tl.store(codes + place, found.to(tl.uint8), mask=inside)
+    tl.store(scales + block, scale.to(scales.dtype.element_ty), mask=present)
+
+
+@triton.jit(do_not_specialize=["row_units"])
+def _quantize_squares(
+    values: tl.tensor,
+    codes: tl.tensor,
+    turned: tl.tensor,
+    scales: tl.tensor,
+    row_units: tl.tensor,
+    columns: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SCALING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+) -> None:
+    """Quantize a square, and write its codes and their transpose. `row_units`: UNIT rows each, for wide accesses."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row // UNIT < row_units)[:, None]
+    if columns % BLOCK:
+        inside = inside & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    top = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
+    scale, factor = _scales(top, LARGEST, 0, GREATEST, SCALING)
+    found = _codes(x, factor, MANTISSA, LOWEST, LARGEST).to(tl.uint8)
+    tl.store(codes + place, found, mask=inside)
+    other = column[:, None] * (row_units.to(tl.int64) * UNIT) + row[None, :]
+    tl.store(turned + other, tl.trans(found), mask=tl.trans(inside.broadcast_to(BLOCK, BLOCK)))
+    tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
+
+
+# ------------------------------------------------------------------------------------------------- launchers
+
+
+def _empty_codes(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.uint8, device=like.device)
+
+
+def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None) -> Tiles:
+    """Return the tiles of rows, [rows, columns]."""
+    values = values.contiguous()
+    mantissa, lowest, code = TILE_FORMATS[format]
+    codes = _empty_codes(values, *values.shape)
+    of_format = codes if format == torch.float4_e2m1fn_x2 else codes.view(format)
+    (rows, columns), block = values.shape, recipe.block
+    if not block:
+        assert top is not None
+        scale, factor = scales_of(top, recipe, code)
+        shape, wide = tile(TILE, largest=TILE), unit(values.numel())
+        size = shape.rows * TILE
+        if values.numel():
+            _quantize_tensor[(-(-values.numel() // size),)](
+                *(values, factor, codes, values.numel(), mantissa, lowest, code, wide, size), num_warps=shape.warps
+            )
+        return Tiles(of_format, scale)
+    number, kept = _SCALING[recipe.scaling]
+    outer = outer_scales(top, code) if recipe.scaling == "two levels" and top is not None else None
+    blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
+    small = torch.uint8 if kept.itemsize == 1 else kept
+    scales = torch.empty(rows, -(-columns // block), dtype=small, device=values.device)
+    if blocks:
+        _quantize_blocks[(-(-blocks // shape.rows),)](
+            *(values, values if outer is None else outer, codes, scales, blocks, columns, mantissa, lowest, code),
+            *(math.frexp(code)[1] - 1, GREATEST, LEAST_INNER, LARGEST_INNER, number, shape.rows, block),
+            num_warps=shape.warps,
+        )
+    return Tiles(of_format, scales.view(kept), outer)
+
+
+def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tensor]:
+    """Return the tiles of a weight [out, in], and its codes [in, out]."""
+    values = values.contiguous()
+    (rows, columns), block = values.shape, recipe.block
+    mantissa, lowest, code = TILE_FORMATS[recipe.forward]
+    codes, turned = _empty_codes(values, rows, columns), _empty_codes(values, columns, rows)
+    grid = (-(-rows // block), -(-columns // block))
+    scales = torch.empty(grid, dtype=torch.float32, device=values.device)
+    wide = unit(rows)
+    if values.numel():
+        _quantize_squares[grid](
+            *(values, codes, turned, scales, rows // wide, columns, mantissa, lowest, code),
+            *(GREATEST, _SCALING[recipe.scaling][0], block, wide),
+            num_warps=SQUARE_WARPS,
+        )
+    return Tiles(codes.view(recipe.forward), scales), turned.view(recipe.forward)

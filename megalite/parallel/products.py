@@ -1,0 +1,291 @@
+"""Products of linear layers: in the precision of their operands, or with operands in 8 or 4 bits by a recipe.
+
+Y = X W' contracts over the columns of X [tokens, in] and W [out, in]; the gradient of X, dY W, over those of dY
+[tokens, out] and the rows of W; that of W, dY' X, over tokens. A scale is for a part of one token's row, or for a tile
+of a weight, and ranks split rows where these end: so codes and scales are the same on every layout. Of a tensor with
+one scale, all ranks that have a part of it take the largest value; of a row with one, those that split it.
+
+The gradients of weights are not rounded, unless asked: their blocks run along tokens, which follow the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.parallel import collectives
+from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import Coded, Gradient, Parameter, ProductGradient
+from megalite.parallel.stage_module import Inside
+from megalite_kernels.grouped import grouped_product
+from megalite_kernels.recipes import Recipe
+from megalite_kernels.scaled_products import grouped_product as scaled_grouped_product
+from megalite_kernels.scaled_products import product
+from megalite_kernels.tile_scales import Tiles, WeightTiles
+from megalite_kernels.tiles import largest, quantize, quantize_weight
+from megalite_kernels.weight_parts import Matrices
+
+ALONE = Group((0,), 0)
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """View [..., width] as [rows, width]."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class Products:
+    """The three products of a linear layer, in the precision of their operands."""
+
+    rounds = False
+    """True if operands are rounded."""
+
+    @property
+    def inside(self) -> Sequence[Inside]:
+        """The collectives of forward with other ranks than the tensor-parallel ones."""
+        return ()
+
+    def take(self, weight: Parameter, matrices: int = 1) -> None:
+        """Take a weight, so many matrices one below the other, of which nothing but these products reads values."""
+
+    def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
+        """Multiply [n, ..., in] of the ranks of `gathered`, joined along the first dimension, with [out, in]."""
+        return F.linear(collectives.all_gather(input, gathered), weight)
+
+    def in_backward(self, gradient: Tensor, input: Tensor) -> Products:
+        """Return the products of a backward, from the gradient and the input of this rank."""
+        return self
+
+    def input_gradient(self, gradient: Tensor, weight: Parameter, gathered: Group) -> Tensor:
+        """Multiply [rows, out] of the ranks of `gathered`, joined, with [out, in]: [rows, in], a new tensor."""
+        return collectives.all_gather(gradient, gathered) @ weight
+
+    def weight_gradient(self, gradient: Tensor, input: Tensor) -> Gradient:
+        """Return the product of [tokens, out] and [tokens, in], which is added to the gradient of the weight."""
+        return ProductGradient(gradient, input)
+
+    def of_groups(
+        self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
+    ) -> Tensor:
+        """Multiply each row with the matrix of its group, as `forward` does, or `input_gradient` in backward.
+
+        Args:
+            weight: a matrix [out, in] for each group, one below the other.
+            offsets, ends: see `grouped_product`.
+        """
+        matrices = _matrices(weight, offsets)
+        return grouped_product(rows, matrices if backward else matrices.transpose(1, 2), offsets, ends)
+
+
+PLAIN = Products()
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Recipe by which operands are rounded, and for which products.
+
+    Attributes:
+        weight_gradients: True if weight gradients are products of rounded operands, too.
+        gathers_codes: True if ZeRO 3 gathers the codes of weights, not their values.
+    """
+
+    recipe: Recipe
+    weight_gradients: bool = False
+    gathers_codes: bool = False
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """Roundings of the operands in parts of a network.
+
+    Attributes:
+        of_layers: that of each layer; none: they do not, nor do layers beyond them.
+    """
+
+    of_layers: tuple[Rounding | None, ...] = ()
+    of_depths: Rounding | None = None
+
+    def of_layer(self, layer: int) -> Rounding | None:
+        """Return that of a layer, by its number."""
+        return self.of_layers[layer] if layer < len(self.of_layers) else None
+
+
+UNROUNDED = Roundings()
+
+
+@dataclass(frozen=True)
+class RoundedProducts(Products):
+    """Products of operands that are rounded by a recipe.
+
+    Attributes:
+        rows: the ranks that split the outputs, as rows of the weight.
+        columns: the ranks that split the inputs, as columns of the weight.
+        sharers: the ranks that have parts of the same activations.
+        bounds: the largest values of a gradient, and perhaps an input, of which ranks have parts; none: not known yet.
+    """
+
+    rounding: Rounding
+    rows: Group = ALONE
+    columns: Group = ALONE
+    sharers: Group = ALONE
+    bounds: tuple[Tensor, ...] = ()
+
+    rounds = True
+
+    @property
+    def inside(self) -> Sequence[Inside]:
+        """See `Products`: with the other context-parallel ranks."""
+        return (Inside("largest values of a tensor", "tp x cp"),) if self.sharers.axis == "cp" else ()
+
+    def take(self, weight: Parameter, matrices: int = 1) -> None:
+        """See `Products`."""
+        if self.rounding.gathers_codes:
+            size = matrices, weight.shape[0] // matrices, weight.shape[1]
+            sharers = ALONE if self.rounding.recipe.block else self._sharers_of_weight
+            weight.coded = Coded(Matrices(self.rounding.recipe, size), sharers)
+
+    def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> Tensor:
+        """See `Products`. Codes are gathered, not values."""
+        own = self._rounded(as_matrix(input), self.rounding.recipe.forward, self.columns)
+        found = self._product(_gathered(own, gathered), self.tiles(weight)[0].forward, input.dtype)
+        return found.view(-1, *input.shape[1:-1], found.shape[1])
+
+    def in_backward(self, gradient: Tensor, input: Tensor) -> Products:
+        """See `Products`. If a tensor has one scale, ranks agree on it here."""
+        if self.rounding.recipe.block:
+            return self
+        needed = (gradient, input) if self.rounding.weight_gradients else (gradient,)
+        tops = [top for each in needed if (top := largest(each, self.rounding.recipe)) is not None]
+        return replace(self, bounds=collectives.all_reduce_(torch.stack(tops), self.sharers, "max").unbind())
+
+    def input_gradient(self, gradient: Tensor, weight: Parameter, gathered: Group) -> Tensor:
+        """See `Products`."""
+        bound = self.bounds[0] if self.bounds else None
+        own = self._rounded(gradient, self.rounding.recipe.backward, self.rows, bound)
+        return self._product(_gathered(own, gathered), self.tiles(weight)[0].backward, gradient.dtype)
+
+    def weight_gradient(self, gradient: Tensor, input: Tensor) -> Gradient:
+        """See `Products`."""
+        if not self.rounding.weight_gradients:
+            return ProductGradient(gradient, input)
+        return RoundedProductGradient(gradient, input, self.rounding.recipe, self.bounds)
+
+    def of_groups(
+        self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
+    ) -> Tensor:
+        """See `Products`. A row's scales are its own, whatever other rows a rank has of its group."""
+        recipe, tiles = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
+        if backward:
+            own, matrices = self._rounded(rows, recipe.backward, self.rows), [each.backward for each in tiles]
+        else:
+            own, matrices = self._rounded(rows, recipe.forward, self.columns), [each.forward for each in tiles]
+        return scaled_grouped_product(own, matrices, offsets, recipe, rows.dtype)
+
+    def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
+        """Return the codes and scales of a weight of so many matrices, which are made once while they are kept."""
+        if weight.codes:
+            return weight.codes
+        recipe, matrices = self.rounding.recipe, weight.detach().view(groups, -1, weight.shape[-1]).unbind()
+        tops = zip(*self._tops(matrices), strict=True)
+        found = [quantize_weight(matrix, recipe, *each) for matrix, each in zip(matrices, tops, strict=True)]
+        if weight.codes is not None:
+            weight.codes += found
+        return found
+
+    @property
+    def _sharers_of_weight(self) -> Group:
+        return self.columns if self.columns.size > 1 else self.rows
+
+    def _tops(self, matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Return the largest values of the matrices' rows and of their columns, over the ranks that split them.
+
+        Of those with one scale, all values count, and none of columns.
+        """
+        recipe, nothing = self.rounding.recipe, [None] * len(matrices)
+        of_rows = self._over(matrices, self.columns if recipe.block else self._sharers_of_weight)
+        if of_rows is None:
+            return nothing, nothing
+        of_columns = self._over([matrix.t() for matrix in matrices], self.rows) if recipe.block else None
+        return of_rows, of_columns or nothing
+
+    def _over(self, matrices: Sequence[Tensor], group: Group) -> Sequence[Tensor] | None:
+        """Return the largest values of each matrix, or of its rows, over the ranks of a group; None: not needed."""
+        tops = [top for each in matrices if (top := largest(each, self.rounding.recipe)) is not None]
+        return collectives.all_reduce_(torch.stack(tops), group, "max").unbind() if tops else None
+
+    def _rounded(self, values: Tensor, kind: torch.dtype, over: Group, bound: Tensor | None = None) -> Tiles:
+        """Round [rows, columns], of which the ranks of `over` have other columns."""
+        recipe = self.rounding.recipe
+        if bound is None and (bound := largest(values, recipe)) is not None:
+            bound = collectives.all_reduce_(bound, over if recipe.block else self.sharers, "max")
+        return quantize(values, recipe, kind, bound)
+
+    def _product(self, first: Tiles, second: Tiles, dtype: torch.dtype) -> Tensor:
+        return product(first, second, self.rounding.recipe, dtype)
+
+
+@dataclass(frozen=True)
+class RoundedProductGradient(Gradient):
+    """The weight gradient of a linear layer, output_gradient.T @ input, of operands with blocks along tokens."""
+
+    output_gradient: Tensor  # [tokens, out]
+    input: Tensor  # [tokens, in]
+    recipe: Recipe
+    bounds: tuple[Tensor, ...]
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        recipe, bounds = self.recipe, self.bounds or (None, None)
+        gradient = quantize(self.output_gradient.t().contiguous(), recipe, recipe.backward, bounds[0])
+        input = quantize(self.input.t().contiguous(), recipe, recipe.forward, bounds[1])
+        found = product(gradient, input, recipe, self.input.dtype)
+        if overwrite:
+            target.copy_(found)
+        else:
+            target.add_(found)
+
+
+def _matrices(weight: Tensor, offsets: Sequence[int]) -> Tensor:
+    """View the weight as [groups, out, in]."""
+    return weight.detach().view(len(offsets) - 1, -1, weight.shape[-1])
+
+
+def _gathered(tiles: Tiles, group: Group) -> Tiles:
+    """Join the rows of all ranks in one message of bytes: of each row the codes, then the scales."""
+    if group.size == 1:
+        return tiles
+    by_row = [None if part is None or part.dim() == 0 else part for part in tiles]
+    sent = [part.reshape(len(tiles.codes), -1).view(torch.uint8) for part in by_row if part is not None]
+    joined = collectives.all_gather(torch.cat(sent, dim=1), group)
+    received = iter(joined.split([part.shape[1] for part in sent], dim=1))
+
+    def restored(part: Tensor | None, own: Tensor | None) -> Tensor | None:
+        if part is None:
+            return own
+        return next(received).contiguous().view(part.dtype).view(-1, *part.shape[1:])
+
+    codes, scales, outer = (restored(part, own) for part, own in zip(by_row, tiles, strict=True))
+    assert codes is not None
+    assert scales is not None
+    return Tiles(codes, scales, outer)
+
+
+@contextmanager
+def kept_codes(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep the codes of each weight from its first product in this context to the end of it.
+
+    The values of weights must not change meanwhile. Codes are dropped when the values of a weight are freed. Those that
+    are gathered in their place stay as they are.
+    """
+    every = (each for network in networks for each in network.parameters() if isinstance(each, Parameter))
+    weights = [each for each in every if each.codes is None]
+    for weight in weights:
+        weight.codes = []
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.codes = None
