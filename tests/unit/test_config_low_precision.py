@@ -16,7 +16,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
-from megalite.training.kernels import require_recipe, require_whole_blocks
+from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
 from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
@@ -132,7 +132,7 @@ def test_a_gpu_multiplies_whole_blocks() -> None:
     stage = GPT(model, ParallelMesh(device=torch.device("meta")), roundings=Roundings((each,)))
     gpu = torch.device("cuda:0")
     with pytest.raises(ConfigurationError, match=r"a rank has 192 x 128 of layers\.0\.mlp\.up, and a GPU"):
-        require_whole_blocks(config_of(FP8), [stage], gpu)
-    require_whole_blocks(config_of(FP8), [stage], torch.device("cpu"))
-    require_whole_blocks(config_of(FP8 + "--kernels reference"), [stage], gpu)
-    require_whole_blocks(config_of(""), [stage], gpu)
+        require_whole_units(config_of(FP8), [stage], gpu)
+    require_whole_units(config_of(FP8), [stage], torch.device("cpu"))
+    require_whole_units(config_of(FP8 + "--kernels reference"), [stage], gpu)
+    require_whole_units(config_of(""), [stage], gpu)
