@@ -80,10 +80,11 @@ def quantize_reference(values: Tensor, recipe: Recipe, format: torch.dtype, top:
     return Tiles(codes.contiguous(), _stored(scale, recipe), outer)
 
 
-def quantize_squares_reference(values: Tensor, recipe: Recipe) -> Tiles:
-    """Quantize matrices [matrices, out, in] with one scale for each square of the block's size, as `WeightTiles`."""
-    (_, rows, columns), block = values.shape, recipe.block
-    padded = F.pad(values.to(torch.float32), (0, -columns % block, 0, -rows % block))
+def quantize_squares_reference(values: Tensor, recipe: Recipe, matrices: int = 1) -> Tiles:
+    """Quantize matrices [out, in], one below the other, with one scale for each square of the block's size."""
+    of_each, block = values.to(torch.float32).unflatten(0, (matrices, -1)), recipe.block
+    rows, columns = of_each.shape[1:]
+    padded = F.pad(of_each, (0, -columns % block, 0, -rows % block))
     squares = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block))
     scale, factor = scales_of(_tops(squares, (2, 4)), recipe, TILE_FORMATS[recipe.forward].largest)
     codes = round_to_codes(squares * factor[:, :, None, :, None], recipe.forward).view(padded.shape)
@@ -149,12 +150,11 @@ def quantize_weight(
         forward = quantize(values, recipe, recipe.forward, top)
         turned = transposed(values, matrices).contiguous()
         return WeightTiles(forward, quantize(turned, recipe, recipe.forward, transposed_top))
-    of_each = values.unflatten(0, (matrices, -1))
     if not current().runs_triton("tiles", values):
-        return for_both(quantize_squares_reference(of_each, recipe), matrices)
+        return for_both(quantize_squares_reference(values, recipe, matrices), matrices)
     from megalite_kernels.tiles_kernels import launch_quantize_squares
 
-    forward, codes = launch_quantize_squares(of_each, recipe)
+    forward, codes = launch_quantize_squares(values, recipe, matrices)
     return WeightTiles(forward, Tiles(codes, transposed(forward.scales, matrices)))
 
 

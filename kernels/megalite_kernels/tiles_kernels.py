@@ -225,10 +225,10 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     return Tiles(of_format, scales.view(kept), outer)
 
 
-def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tensor]:
-    """Return the tiles of matrices [matrices, out, in], as `WeightTiles`, and their codes [matrices * in, out]."""
+def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:
+    """Return the tiles of matrices [matrices * out, in], and their codes [matrices * in, out]."""
     values = values.contiguous()
-    (matrices, rows, columns), block = values.shape, recipe.block
+    rows, columns, block = len(values) // matrices, values.shape[1], recipe.block
     mantissa, lowest, code = TILE_FORMATS[recipe.forward]
     codes = _empty_codes(values, matrices * rows, columns)
     turned = _empty_codes(values, matrices * columns, rows)
