@@ -89,6 +89,8 @@ def grouped_product(
 ) -> Tensor:
     """Multiply each row with the matrix of its group: tiles [rows, columns] and [groups * outputs, columns].
 
+    A recipe with one scale for a tensor has no such product.
+
     Args:
         offsets: [groups + 1], from 0 to the number of rows: group g has the rows from offsets[g] to offsets[g + 1].
         ends: offsets[1:] as an int32 tensor on the device.
