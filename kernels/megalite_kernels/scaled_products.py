@@ -104,7 +104,7 @@ def grouped_product(
         return launch_product(a, b, ends, recipe.block, dtype)
     groups = len(offsets) - 1
     output = a.codes.new_empty(len(a.codes), len(b.codes) // groups, dtype=dtype)
-    for matrix, (start, stop) in zip(_each(b, groups), pairwise(offsets), strict=True):
+    for matrix, (start, stop) in zip(each_of(b, groups), pairwise(offsets), strict=True):
         if start < stop:
             output[start:stop] = product(rows_of(a, start, stop), matrix, recipe, dtype)
     return output
@@ -126,16 +126,17 @@ def _takes_scaled_mm(b: Tiles, recipe: Recipe) -> bool:
     if any(width % recipe.block for width in b.codes.shape) or len(b.scales) == len(b.codes):
         return False
     device = b.codes.device
-    return device.type == "meta" or (device.type == "cuda" and _multiplies_blocks(device))
+    return device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))
 
 
 @cache
-def _multiplies_blocks(device: torch.device) -> bool:
+def torch_multiplies_blocks(device: torch.device) -> bool:
+    """Tell whether torch has products with scales of blocks on a GPU: on Hopper, with CUDA 12.9."""
     cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
     return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
 
 
-def _each(tiles: Tiles, number: int) -> Iterator[Tiles]:
+def each_of(tiles: Tiles, number: int) -> Iterator[Tiles]:
     """Yield the tiles of each of so many matrices, one below the other."""
     parts = ([None] * number if part is None else part.unflatten(0, (number, -1)) for part in tiles)
     return (Tiles(codes, scales, outer) for codes, scales, outer in zip(*parts, strict=True))

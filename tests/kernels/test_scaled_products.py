@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import gpu_scaled_products
 from megalite_kernels import scaled_products
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.recipes import Recipe
@@ -142,6 +143,15 @@ def test_matrices_below_each_other_have_the_tiles_of_each() -> None:
                 for parts in zip(*of_each, strict=True)
             ]
             assert bits(*ours) == bits(*reference) == bits(*parts)
+
+
+@pytest.mark.wide  # what a GPU is asked for, at sizes for the interpreter
+def test_the_check_for_gpus_finds_the_kernel_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_scaled_products, "COUNTS", (0, 1, 129, 0))
+    monkeypatch.setattr(gpu_scaled_products, "WIDTHS", ((256, 128), (200, 130)))
+    with nan_is_written():
+        assert max(gpu_scaled_products.errors("cpu").values()) < gpu_scaled_products.TOLERANCE
+        assert set(gpu_scaled_products.different_numbers("cpu").values()) == {0}
 
 
 @pytest.mark.wide

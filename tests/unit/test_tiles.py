@@ -376,9 +376,9 @@ def test_torch_multiplies_blocks_on_hopper(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    scaled_products._multiplies_blocks.cache_clear()
-    assert scaled_products._multiplies_blocks(torch.device("cuda", 0)) == bool(takes)
-    scaled_products._multiplies_blocks.cache_clear()
+    scaled_products.torch_multiplies_blocks.cache_clear()
+    assert scaled_products.torch_multiplies_blocks(torch.device("cuda", 0)) == bool(takes)
+    scaled_products.torch_multiplies_blocks.cache_clear()
 
 
 def _on_meta(tiles: Tiles) -> Tiles:
