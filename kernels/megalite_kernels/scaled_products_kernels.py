@@ -39,7 +39,7 @@ def multiply_codes(
     OUT: tl.constexpr,
     NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEIGHT: tl.constexpr,
+    SQUARES: tl.constexpr,
     TILE_OUT: tl.constexpr,
     SIDE: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
@@ -49,7 +49,7 @@ def multiply_codes(
     Args:
         scales: [rows of squares, blocks], or of rows [blocks, rows], so that those of a tile are beside each other.
         ends: the end of each group's rows; None: all `count` rows are one group.
-        HEIGHT: rows of a matrix that share a scale: one, or at least TILE_OUT.
+        SQUARES: True if a scale of a matrix covers BLOCK rows. They are TILE_OUT, unless there is one tile of outputs.
     """
     tiles_out = tl.cdiv(OUT, TILE_OUT)
     program, tiles = tl.program_id(0), tl.num_programs(0) // tiles_out
@@ -69,7 +69,7 @@ def multiply_codes(
         left = rows + row[:, None] * columns + inner[None, :]
         right = matrices + matrix_row[None, :] * columns + inner[:, None]
         of_left, of_right = row_scales + row * blocks, scales + matrix_row
-        of_square = scales + (group.to(tl.int64) * tl.cdiv(OUT, HEIGHT) + of_out * TILE_OUT // HEIGHT) * blocks
+        of_square = scales + (group.to(tl.int64) * tl.cdiv(OUT, BLOCK) + of_out) * blocks
         total = tl.zeros((SIDE, TILE_OUT), tl.float32)
         for block in range(0, blocks):
             within = block * BLOCK + inner < columns
@@ -77,7 +77,7 @@ def multiply_codes(
             b = tl.load(right + block * BLOCK, within[:, None] & inside[None, :], 0.0)
             scale = tl.load(of_left + block, present, 0.0)
             found = tl.dot(a, b)
-            if HEIGHT > 1:
+            if SQUARES:
                 total += found * (scale * tl.load(of_square + block))[:, None]
             else:
                 total += found * (scale[:, None] * tl.load(of_right + block * (GROUPS * OUT), inside, 0.0)[None, :])
@@ -98,7 +98,7 @@ def launch_product(a: Tiles, b: Tiles, ends: Tensor | None, block: int, dtype: t
     """
     count, groups = len(a.codes), 1 if ends is None else len(ends)
     outputs = len(b.codes) // groups
-    height, scales = (1, b.scales.t()) if len(b.scales) == len(b.codes) else (block, b.scales)
+    squares, scales = (False, b.scales.t()) if len(b.scales) == len(b.codes) else (True, b.scales)
     output = torch.empty(count, outputs, dtype=dtype, device=a.codes.device)
     if output.numel():
         codes, matrices = (_aligned(part.codes) for part in (a, b))
@@ -107,7 +107,7 @@ def launch_product(a: Tiles, b: Tiles, ends: Tensor | None, block: int, dtype: t
         multiply_codes[(most * -(-outputs // wide),)](
             *(codes, matrices, a.scales.contiguous(), scales.contiguous(), ends, output),
             *(count, codes.shape[1], groups, outputs, numbers(groups)),
-            *(block, height, wide, SIDE, NEIGHBOURS),
+            *(block, squares, wide, SIDE, NEIGHBOURS),
             num_warps=WARPS,
             num_stages=STAGES,
         )
