@@ -92,8 +92,8 @@ def _magnitudes(tiles: Tiles) -> Tiles:
 
 
 def times(device: str) -> dict[str, float]:
-    """Return times at hidden 4,096: of the products of 8 experts over 8,192 rows, which are quantized, of torch's in
-    bf16; and of a whole product of codes, of cuBLAS's where torch has one.
+    """Return the time of products of 8,192 rows at hidden 4,096: of 8 experts, rows quantized, of torch's in bf16; and
+    of a whole one of codes, of cuBLAS's where torch has it.
     """
     (rows, width), groups, by = (8192, 4096) if device == "cuda" else (128, 256), 8, recipe("blockwise")
     offsets = [rows * number**2 // groups**2 for number in range(groups + 1)]  # from 1/64 to 15/64 of the rows
@@ -110,8 +110,9 @@ def times(device: str) -> dict[str, float]:
         lambda mark: grouped.grouped_product(values, matrices, offsets, ends),
         lambda mark: rounded(),
         lambda mark: multiply(a, b, [0, rows], by, torch.bfloat16),
+        lambda mark: product(a, b, by, torch.bfloat16),
     ]
-    if device == "cpu" or torch_multiplies_blocks(torch.device(device)):
-        steps.append(lambda mark: product(a, b, by, torch.bfloat16))
-    (plain,), (experts,), (whole,), *others = time_interleaved(steps, values.device)
-    return {"experts of bf16": experts / plain} | {"whole of cuBLAS": whole / seconds for (seconds,) in others}
+    (plain,), (experts,), (whole,), (other,) = time_interleaved(steps, values.device)
+    found = {"experts of bf16": experts / plain}
+    has_other = device == "cpu" or torch_multiplies_blocks(torch.device(device))
+    return found | ({"whole of cuBLAS": whole / other} if has_other else {})

@@ -13,6 +13,7 @@ from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import grouped_product, product
 from megalite_kernels.tiles import quantize, quantize_weight
 
+
 def _inputs(shapes: tuple[tuple[int, int], ...], tokens: int, device: str) -> list[Tensor]:
     """Make matrices in bf16, those of 0 rows with one for each token."""
     return [torch.randn(rows or tokens, columns, dtype=torch.bfloat16, device=device) for rows, columns in shapes]

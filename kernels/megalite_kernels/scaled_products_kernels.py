@@ -1,11 +1,10 @@
 """Triton kernel of products of 8-bit codes with a scale for each block, whole or by group: see scaled_products.py.
 
-A program computes one tile of a result. Tensor cores add up a block of the contraction from zero, and the sum is
-multiplied with its two scales and added in fp32, block by block in order: what tensor cores lose in sums of fewer bits
-does not grow with the number of blocks. A row's numbers are the same in any group and beside any others. Rows are filled
-up to a tile in registers alone.
+A program computes one tile of a result. Tensor cores add up a block of the contraction from zero. The sum, times the
+product of its two scales, is added in fp32, block by block in order: what tensor cores lose in sums of fewer bits does
+not grow with the number of blocks. Where the product of two scales is beyond fp32, the result is infinite or NaN.
 
-The two scales are multiplied with each other first. If that is beyond fp32, so is the result: infinite, or NaN.
+A row's numbers are the same in any group and beside any others: rows are filled up to a tile in registers alone.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def multiply_codes(
     SIDE: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ) -> None:
-    """Multiply the rows of each group with its matrix [OUT, columns]. Tiles do not cross groups; the last ones are idle.
+    """Multiply the rows of each group with its matrix [OUT, columns]. Tiles do not cross groups; the last are idle.
 
     Args:
         scales: [rows of squares, blocks], or of rows [blocks, rows], so that those of a tile are beside each other.
@@ -71,7 +70,7 @@ def multiply_codes(
         of_left, of_right = row_scales + row * blocks, scales + matrix_row
         of_square = scales + (group.to(tl.int64) * tl.cdiv(OUT, BLOCK) + of_out) * blocks
         total = tl.zeros((SIDE, TILE_OUT), tl.float32)
-        for block in range(0, blocks):
+        for block in range(blocks):
             within = block * BLOCK + inner < columns
             a = tl.load(left + block * BLOCK, present[:, None] & within[None, :], 0.0)
             b = tl.load(right + block * BLOCK, within[:, None] & inside[None, :], 0.0)

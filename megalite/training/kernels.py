@@ -107,18 +107,21 @@ def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
 
 
 def require_recipe(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigurationError if a GPU does not multiply in the few bits that are asked for, and is not to emulate it."""
+    """Raise ConfigurationError if a GPU is to multiply, not to emulate, in few bits that it does not have."""
     chosen = config.low_precision
     if chosen.recipe is None or not on_gpu(device) or config.kernels.kernels == "reference":
         return
     if config.training.fp64:
-        raise ConfigurationError(f"{chosen.flag} with --fp64 on a GPU, which has no such products: run it on a CPU, or with --kernels reference")
+        raise ConfigurationError(
+            f"{chosen.flag} with --fp64 on a GPU, which has no such products: run it on a CPU, or emulate it by "
+            "--kernels reference"
+        )
     if problem := refusal(recipe(chosen.recipe, chosen.fp8_format or "e4m3"), device):
         raise ConfigurationError(f"{chosen.flag}: {problem}: leave the flag out, or emulate it by --kernels reference")
 
 
 def require_whole_units(config: RunConfig, chunks: Iterable[GPT], device: torch.device) -> None:
-    """Raise ConfigurationError if torch's products with one scale for a tensor do not take a weight's widths on a GPU."""
+    """Raise ConfigurationError if a GPU's products with one scale for a tensor do not take a weight's widths."""
     if config.low_precision.recipe != "tensorwise" or not on_gpu(device) or config.kernels.kernels == "reference":
         return
     for module in (module for chunk in chunks for module in chunk.modules()):
@@ -128,8 +131,8 @@ def require_whole_units(config: RunConfig, chunks: Iterable[GPT], device: torch.
             if any(width % UNIT for width in weight.shape):
                 raise ConfigurationError(
                     f"{config.low_precision.flag}: a rank has {weight.shape[0]} x {weight.shape[1]} of "
-                    f"{weight.sharding.name}, and a GPU multiplies multiples of {UNIT}: change these widths, or leave the "
-                    "flag out"
+                    f"{weight.sharding.name}, and a GPU multiplies multiples of {UNIT}: change these widths, or leave "
+                    "the flag out"
                 )
 
 

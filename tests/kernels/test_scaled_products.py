@@ -1,4 +1,4 @@
-"""Products of tiles: the kernel is the emulation but for fp32's rounding, and a row's bits are those of the row alone."""
+"""Products of tiles: the kernel is the emulation but for fp32's rounding, and a row's bits are those of it alone."""
 
 from __future__ import annotations
 

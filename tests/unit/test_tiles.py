@@ -370,7 +370,9 @@ def test_blocks_need_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [None, "blockwise needs Triton on a GPU, which is not installed: pip install triton"]
 
 
-@pytest.mark.parametrize(("capability", "cuda", "takes"), [((9, 0), "12.9", 1), ((9, 0), "12.8", 0), ((10, 0), "13", 0)])
+@pytest.mark.parametrize(
+    ("capability", "cuda", "takes"), [((9, 0), "12.9", 1), ((9, 0), "12.8", 0), ((10, 0), "13", 0)]
+)
 def test_torch_multiplies_blocks_on_hopper(
     capability: tuple[int, int], cuda: str, takes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
