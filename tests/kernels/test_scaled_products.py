@@ -87,7 +87,7 @@ def groups(counts: Sequence[int], columns: int, out: int, by: Recipe) -> tuple[T
 
 @pytest.mark.parametrize(("counts", "by"), cells(COUNTS, BY, kept=lambda counts, by: by == (0 if counts else 1)))
 def test_products_of_groups_are_those_of_each_group_to_the_bit(counts: list[int], by: Recipe) -> None:
-    """Of their rows alone, whatever rows or tiles stand beside them."""
+    """Compare also with products of single rows."""
     a, b, offsets, ends = groups(counts, 150, 130, by)
     found = grouped_product(a, b, offsets, ends, by, torch.float32)
     assert found.shape == (offsets[-1], 130)

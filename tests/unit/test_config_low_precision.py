@@ -124,7 +124,7 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
 
 
 def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:
-    """Those of blocks have any width."""
+    """Blocks have no such limit."""
     each = Rounding(recipe("tensorwise"))
     model = ModelConfig(
         num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=200, vocab_size=8,
