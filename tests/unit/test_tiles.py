@@ -298,7 +298,8 @@ def _planned_gpu() -> Iterator[None]:
 def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
     """Both products of a weight, whose blocks are not a multiple of four in one of them, and those of groups.
 
-    Triton's kernel multiplies groups, two operands with parts of rows, and widths that are no multiples of blocks.
+    Triton's kernel multiplies groups, two operands with parts of rows, and widths that are no multiples of blocks. One
+    launch quantizes the matrices of all groups, and one multiplies.
     """
     by, launched = RECIPES[name], list[str]()
     weight = (
@@ -316,13 +317,15 @@ def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
         return
     with recorded_launches(lambda kernel, tensors: launched.append(kernel)):
         ends, half = torch.tensor([0, 48], dtype=torch.int32, device="meta"), weight[0].codes.shape[0] // 2
+        both = quantize_weight(torch.empty(256, 1152, device="meta"), by, 2)
+        assert (both.backward.codes.shape, both.backward.scales.shape) == ((2304, 128), (18, 1))
         rows = _on_meta(quantize(numbers(48, 1152), by, by.forward))
-        assert grouped_product(rows, weight[0], [0, 0, 48], ends, by, torch.bfloat16).shape == (48, half)
+        assert grouped_product(rows, both.forward, [0, 0, 48], ends, by, torch.bfloat16).shape == (48, half)
         assert product(odd, odd, by, torch.float32).shape == (16, 16)
         short = _on_meta(quantize_weight(numbers(200, 1152), by).forward)
         assert product(rows, short, by, torch.float32).shape == (48, 200)
         assert product(rows, rows, by, torch.float32).shape == (48, 48)
-    assert launched == ["multiply_codes"] * 4
+    assert launched == ["_quantize_squares", *["multiply_codes"] * 4]
 
 
 @pytest.mark.usefixtures("_planned_gpu")
