@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import gpu_scaled_products
+from megalite.config.model import ModelConfig
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.products import Rounding, Roundings
+from megalite.parallel.randomness import RandomKey
 from megalite_kernels import scaled_products
+from megalite_kernels import scaled_products_kernels as kernels
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import grouped_product, product, rows_of
@@ -35,14 +44,16 @@ COUNTS = {
 """Rows of each group."""
 
 
+_EMULATED = scaled_products.product_reference
+
+
 @pytest.fixture(autouse=True)
 def _no_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that is not asked for in float64 is the kernel's."""
-    emulated = scaled_products.product_reference
 
     def in_float64(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         assert dtype == torch.float64
-        return emulated(a, b, recipe, dtype)
+        return _EMULATED(a, b, recipe, dtype)
 
     monkeypatch.setattr(scaled_products, "product_reference", in_float64)
 
@@ -103,7 +114,7 @@ def by_group(tiles: Tiles, number: int) -> list[Tensor]:
     return [part.unflatten(0, (number, -1)) for part in tiles if part is not None]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, pytest.param(math.nan, marks=pytest.mark.wide)])
 def test_a_block_that_is_not_finite_makes_its_products_nan_and_no_others(bad: float) -> None:
     by = BY["hybrid"]
     rows, weight = hard(130, 300), numbers(200, 300)
@@ -131,7 +142,7 @@ def test_products_of_nothing() -> None:
 def test_matrices_below_each_other_have_the_tiles_of_each() -> None:
     """In one launch, though a square at the end of one is short."""
     for by in (BY["blockwise"], RECIPES["nvfp4"]):
-        values = numbers(3 * 144, 300).view(3, 144, 300)
+        values = numbers(3 * 130, 150).view(3, 130, 150)
         found = quantize_weight(values.flatten(0, 1), by, 3)
         use(Kernels("reference"))
         alone = [quantize_weight(matrix, by) for matrix in values]
@@ -152,6 +163,30 @@ def test_the_check_for_gpus_finds_the_kernel_right(monkeypatch: pytest.MonkeyPat
     with nan_is_written():
         assert max(gpu_scaled_products.errors("cpu").values()) < gpu_scaled_products.TOLERANCE
         assert set(gpu_scaled_products.different_numbers("cpu").values()) == {0}
+
+
+@pytest.mark.wide
+def test_a_network_with_experts_has_the_gradients_of_the_emulation() -> None:
+    """Also of weights, whose products are rounded along tokens. A code that is rounded the other way is allowed."""
+    model = ModelConfig(
+        num_layers=1, hidden_size=128, num_attention_heads=2, ffn_hidden_size=200, vocab_size=8, swiglu=True,
+        max_position_embeddings=8, num_experts=3, moe_router_topk=1, moe_router_pre_softmax=True,
+    )  # fmt: skip
+    tokens, key = torch.arange(16).view(2, 8), RandomKey(1, (0, 1))
+    found = list[list[Tensor]]()
+    for choice in ("reference", "triton"):
+        use(Kernels(choice))  # type: ignore[arg-type]
+        network = GPT(model, ParallelMesh(), roundings=Roundings((Rounding(BY["hybrid"], weight_gradients=True),)))
+        initialize(network, 1)
+        launched = mock.patch.object(kernels, "launch_product", wraps=kernels.launch_product)
+        with launched as launches, mock.patch.object(scaled_products, "product_reference", _EMULATED):
+            hidden, _ = network.hidden_states(None, MicroBatch(tokens % 8, tokens % 8, None, None, None, key))
+            hidden.backward(numbers(*hidden.shape))
+        assert launches.call_count == (10 if choice == "triton" else 0)
+        gradients = [each.grad for each in network.layers.parameters() if each.grad is not None]
+        found.append([hidden.detach(), *gradients])
+    for reference, ours in zip(*found, strict=True):
+        assert (ours - reference).norm() <= 1e-3 * reference.norm()
 
 
 @pytest.mark.wide
