@@ -27,6 +27,8 @@ class LowPrecisionConfig:
     """Compute weight gradients in FP8, too."""
     fp8_param_gather: bool = False
     """Gather weights as codes and scales of FP8 under ZeRO 3, not in their precision; no number changes."""
+    activation_func_fp8_input_store: bool = False
+    """Keep the inputs of activations of feed-forward layers and experts in FP8, and compute these again in backward."""
     first_last_layers_bf16: bool = False
     """Leave the first and the last layers in the precision of the weights."""
     num_layers_at_start_in_bf16: NonNegativeInt = 1

@@ -17,7 +17,8 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
-        yield from needs(chosen, "fp8_recipe fp8_wgrad fp8_param_gather", "--fp8-format")
+        names = "fp8_recipe fp8_wgrad fp8_param_gather activation_func_fp8_input_store"
+        yield from needs(chosen, names, "--fp8-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")

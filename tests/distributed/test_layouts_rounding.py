@@ -20,6 +20,7 @@ FP4: Row = {"recipe": "nvfp4", "wide": 2, "family": "llama"}
 MX: Row = {"recipe": "mxfp8", "wide": 4, "family": "llama"}
 SQUARES: Row = {"recipe": "blockwise", "wide": 16, "family": "llama"}
 WHOLE: Row = {"recipe": "tensorwise", "wide": 2, "family": "llama"}
+AGAIN: Row = {"stores_activations": True}
 LAYOUTS: dict[str, Row] = {
     "mx": {**MX, "dp": 1, "documents": True},
     "mx, weight gradients": {**MX, "dp": 1, "rounds_weight_gradients": True, "output_gate": True},
@@ -60,6 +61,11 @@ LAYOUTS: dict[str, Row] = {
     "whole, cp2-tp2-sp": {**WHOLE, "dp": 1, "cp": 2, **SP, "hybrid": True},
     "whole, cp2, heads exchanged": {**WHOLE, "dp": 1, "cp": 2, "way": "a2a", "tp": 2},
     "whole, pp2, deferred": {**WHOLE, **SP, "pp": 2, "dp": 1, "schedule": "zb-h1", "rounds_weight_gradients": True},
+    "whole, activations again": {**WHOLE, **SP, "dp": 1, "cp": 2, "rounds_weight_gradients": True, **AGAIN},
+    "squares, activations again": {**SQUARES, **SP, "dp": 1, "hybrid": True, **AGAIN, "family": "gpt2"},
+    "mx, activations again": {**MX, **SP, "dp": 1, "pp": 2, "schedule": "zb-h1", **AGAIN, "plain_layers": (0,)},
+    "mx, activations of parts again": {**MX, "tp": 2, "dp": 1, "mlp_parts": 3, **AGAIN},
+    "mx, experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "mixtral", **AGAIN},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
 OFTEN = ["fp4, tp2-sp"]
@@ -99,6 +105,8 @@ ALIKE: dict[str, tuple[Row, Row]] = {
     "adapters, tp2-sp, deferred": ({**MX, "adapters": "lora"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
     "adapters with dropout, cp2": ({**WHOLE, "adapters": "dropout", "rounds_weight_gradients": True}, {"cp": 2}),
     "adapters of lengths, tp2": ({**FP4, "adapters": "dora"}, {"tp": 2}),
+    "adapters with dropout, tp2-sp, deferred": ({**MX, "adapters": "dropout"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
+    "adapters, activations again": ({**MX, "adapters": "lora", **AGAIN}, {**SP}),
     "adapters of experts, tp2-sp": ({**FP4, "adapters": "lora", "family": "mixtral"}, SP),
     "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
     "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
