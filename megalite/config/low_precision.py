@@ -24,7 +24,7 @@ class LowPrecisionConfig:
     fp4_format: Literal["e2m1"] | None = None
     """Multiply in FP4 by NVIDIA's recipe: a scale for 16 channels, and one for the row that they are in."""
     fp8_wgrad: bool = False
-    """Compute weight gradients in FP8, too."""
+    """Round both operands of weight gradients, too."""
     fp8_param_gather: bool = False
     """Gather weights as codes and scales of FP8 under ZeRO 3, not in their precision; no number changes."""
     activation_func_fp8_input_store: bool = False
