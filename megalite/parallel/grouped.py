@@ -66,6 +66,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input, the scale and the weight."""
         scale, *kept = ctx.saved_tensors
         scale, input = scale.detach(), ctx.keeper.values(tuple(kept), ctx.dtype)
         with torch.enable_grad():

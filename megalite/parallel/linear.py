@@ -138,10 +138,10 @@ class _RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        activation: Callable[[Tensor], Tensor] | None,
         group: Group,
         sequence_parallel: bool,
         unread: bool,
+        activation: Callable[[Tensor], Tensor] | None,
         products: Products,
         update: Update | None,
         *weights: Parameter,
@@ -208,9 +208,7 @@ class _RowParallel(torch.autograd.Function):
             products = [*(way.weight_gradient(part, kept) for part in parts), update.of_b(gradient_matrix, inner, 0)]
         elif ctx.sequence_parallel and is_deferred(weights[0]):
             split, over = gradients[0], ctx.group
-            products = [
-                LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))
-            ]
+            products = [LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))]
         else:
             products = [way.weight_gradient(gradient_matrix, kept)]
         weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
@@ -399,7 +397,7 @@ class RowParallelLinear(Adaptable):
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(
-                input, activation, self.group, self.sequence_parallel, unread, self.products, update, *weights
+                input, self.group, self.sequence_parallel, unread, activation, self.products, update, *weights
             )
             return found
 

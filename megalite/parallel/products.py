@@ -105,7 +105,7 @@ class Products:
         return collectives.all_gather(gradient, gathered) @ weight
 
     def weight_gradient(self, gradient: Tensor, kept: Kept) -> Gradient:
-        """Return the product of [tokens, out] and of the input [tokens, in] that is kept: the gradient of the weight."""
+        """Return the gradient of the weight: the product of [tokens, out] and of the kept input [tokens, in]."""
         return ProductGradient(gradient, self.values(kept, gradient.dtype))
 
     def again(self, input: Tensor) -> tuple[Products, Kept]:
@@ -316,6 +316,7 @@ class RoundedProductGradient(Gradient):
     bound: Tensor | None
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """Round along tokens and add. With one scale of a tensor, the input has its codes already."""
         recipe, dtype = self.recipe, self.output_gradient.dtype
         gradient = quantize(self.output_gradient.t().contiguous(), recipe, recipe.backward, self.bound)
         if recipe.block:
