@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cluster import Cluster, Stack, find_stack
 from megalite.extras.planner.cost import Prices
-from megalite.extras.planner.dry_run import dry_run, planned_kernels
+from megalite.extras.planner.dry_run import META, dry_run, planned_kernels
 from megalite.extras.planner.layouts import Layout, has_uneven_stages, is_even, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.extras.planner.part_costs import priced
@@ -27,9 +28,11 @@ from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
 from megalite.training.data import known_vocabulary
-from megalite.training.kernels import require_equal_dropout
+from megalite.training.kernels import require_equal_dropout, require_recipe
 
 GIB = 2**30
+_GENERATIONS = {"tensorwise": ("Ada", "Hopper", "Blackwell"), "blockwise": ("Hopper",)}
+"""Generations of GPUs that run a recipe's products, as `scaled_products.refusal` tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Planner:
         """Plan a run as its flags have it, with its vocabulary.
 
         Raises:
-            ConfigurationError: the run trains a part of the network alone.
+            ConfigurationError: the run trains indexers alone or freezes layers by their numbers, or the GPUs do not
+                have its products.
         """
         if config.model.trains_indexers_alone:
             raise ConfigurationError(
@@ -101,6 +105,8 @@ class Planner:
             )
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
+        _require_products(self.config, cluster)
+        _require_layers_alike(self.config)
         self.prices = Prices(cluster, stack or find_stack(Stack.name))
         self._parts: dict[Hashable, Parts | None] = {}
         self._by_weights: dict[Hashable, Parts] = {}
@@ -232,6 +238,34 @@ class Planner:
             if found is not None:
                 self._by_weights.setdefault(weights, found)
         return self._parts[key]
+
+
+def _require_products(config: RunConfig, cluster: Cluster) -> None:
+    """Raise ConfigurationError if the GPUs of a cluster do not multiply in the few bits that a run asks for."""
+    low, gpu = config.low_precision, cluster.gpu
+    if low.recipe is None or gpu.is_cpu:
+        return
+    with planned_kernels(config.kernels):
+        require_recipe(config, META)
+    known = gpu.generation is None or gpu.generation in _GENERATIONS[low.recipe]
+    if not known or "float8" not in gpu.peak:
+        raise ConfigurationError(
+            f"{low.flag} with --cluster {cluster.name}: a run has these products on GPUs of the generations "
+            f"{', '.join(_GENERATIONS[low.recipe])} alone, and a plan needs their peak (float8, see clusters.toml): give "
+            "such a cluster, or plan without the flag"
+        )
+
+
+def _require_layers_alike(config: RunConfig) -> None:
+    """Raise ConfigurationError if names of adapted or frozen weights tell layers of a kind apart, by their numbers."""
+    adapters = config.adapters
+    flag, names = ("--freeze", adapters.freeze) if adapters.freeze else ("--lora-target-modules", ())
+    names = names or (adapters.lora_target_modules if adapters.lora_rank is not None else ())
+    if numbered := [name for name in names if re.search(r"[0-9?\[]", name)]:
+        raise ConfigurationError(
+            f"{flag} {numbered[0]}: plans take all layers of a kind to be trained alike: give names without numbers, or "
+            "see what one rank needs by pretrain_gpt.py --dry-run"
+        )
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -256,8 +256,8 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
         yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if planner.config.low_precision.recipe is not None:
         yield (
-            f"products of {planner.config.low_precision.flag} are counted as those of the weights' dtype, and codes of "
-            "weights by the dry run alone"
+            f"products of {planner.config.low_precision.flag} are taken to reach the share of FP8's peak that those of "
+            "bf16 reach of theirs, and MFU is of bf16's peak"
         )
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
