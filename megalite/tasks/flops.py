@@ -16,8 +16,8 @@ from megalite.config.model import ModelConfig
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 
-# Dense bf16 and fp16 peaks in FLOP/s, which the planner reads, too. Utilization (MFU) is of these, whatever products are
-# rounded to. An entry matches a device if the device's name has all its words; the longest one counts.
+# Dense bf16 and fp16 peaks in FLOP/s, which the planner reads, too. Utilization (MFU) is of these, whatever products
+# are rounded to. An entry matches a device if the device's name has all its words; the longest one counts.
 _PEAK_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 datasheet
     "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM5

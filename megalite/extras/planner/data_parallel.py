@@ -136,8 +136,8 @@ class DataParallel:
     def rounding(self, record: PartRecord) -> tuple[float, float]:
         """Return the seconds in which a part's weights become codes: in each pass, and once in a step.
 
-        Those that ZeRO 3 frees do in each pass, unless codes are gathered: then a rank makes those of its slice, in each
-        pass if the slice comes from the host, and what products need beside gathered codes is a copy of them.
+        Those that ZeRO 3 frees do in each pass, unless codes are gathered. Then a rank makes those of its slice, in
+        each pass if the slice comes from the host, and each pass has a copy of them beside the gathered ones.
         """
         if not record.codes:
             return 0.0, 0.0
@@ -205,7 +205,7 @@ class DataParallel:
         yield record.expert_parameters, self._expert
 
     def _within(self, kind: MessageKind, sizes: Sequence[float]) -> float:
-        """Return the seconds of a message with so many bytes of both kinds of elements among the ranks of an instance."""
+        """Return the seconds of messages of so many bytes with both kinds of elements among an instance's ranks."""
         return sum(
             self.prices.collective(kind, ranks[: self._of_instance(ranks)], size)
             for size, ranks in zip(sizes, (self._dense, self._expert), strict=True)

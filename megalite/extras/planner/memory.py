@@ -168,7 +168,7 @@ def _shared_elements(config: RunConfig, chunks: Sequence[StageLayers]) -> int:
 
 
 def _codes_of_step(parts: Sequence[PartRecord], config: RunConfig, world_size: int, element: Element) -> float:
-    """Return the bytes of codes that stay for a step: of whole weights or, under ZeRO 3, of slices if they are gathered.
+    """Return the bytes of codes that stay for a step: of whole weights or, if ZeRO 3 gathers codes, of slices.
 
     Those of slices on the host are made for each gather.
     """
@@ -216,11 +216,11 @@ def _transient(
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
     Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
-    ZeRO 2 and 3, gradients and weights (or their codes) of a part are whole while it runs. With overlap, the gradients of the part
-    before are still being reduced, and the weights of the next one already gathered. A weight that embedding and
-    head share, of `shared` elements, has the head's sum of gradients until the embedding's has arrived. The embedding's
-    exists from the beginning, too, or if both are in one chunk (`one_sum`), only then. `at_end`: bytes of a sum that is
-    made when the last micro-batch has freed all.
+    ZeRO 2 and 3, gradients and weights of a part, or codes of these, are whole while it runs. With overlap, the
+    gradients of the part before are still being reduced, and the weights of the next one already gathered. A weight
+    that embedding and head share, of `shared` elements, has the head's sum of gradients until the embedding's has
+    arrived. The embedding's exists from the beginning, too, or if both are in one chunk (`one_sum`), only then.
+    `at_end`: bytes of a sum that is made when the last micro-batch has freed all.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
     gradient, as_codes = element.gradient if stage >= 2 else 0.0, config.low_precision.fp8_param_gather

@@ -56,7 +56,7 @@ class Parts:
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
-    Their updates are those of state on the device. Codes of weights are made before a pass, as of values that are there.
+    Their updates are those of state on the device. Codes of weights are made before a pass, of whole values.
 
     Args:
         config: has its vocabulary size.
@@ -77,7 +77,9 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     )
     on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
     low = config.low_precision
-    of_layers = [(spec, low.is_rounded(layer, len(config.model.layers))) for layer, spec in enumerate(config.model.layers)]
+    of_layers = [
+        (spec, low.is_rounded(layer, config.model.num_layers)) for layer, spec in enumerate(config.model.layers)
+    ]
     kinds = _kinds(of_layers, config.model.depths)
     model = with_layers(config.model, [spec for spec, _ in kinds for _ in range(2)])
     config = replace(config, model=model, parallel=parallel, offload=on_device, low_precision=_of_kinds(low, kinds))
@@ -105,7 +107,9 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
             replace(each, update=known.update)
             for each, known in zip((stage, embedding, head), (alike.stage, alike.embedding, alike.head), strict=True)
         )
-        of_kinds = {kind: replace(of_kinds[kind], update=alike.layers[of_layers.index(kind)].update) for kind in of_kinds}
+        of_kinds = {
+            kind: replace(of_kinds[kind], update=alike.layers[of_layers.index(kind)].update) for kind in of_kinds
+        }
     return Parts(stage, embedding, tuple(of_kinds[kind] for kind in of_layers), head)
 
 

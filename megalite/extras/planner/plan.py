@@ -251,8 +251,8 @@ def _require_products(config: RunConfig, cluster: Cluster) -> None:
     if not known or "float8" not in gpu.peak:
         raise ConfigurationError(
             f"{low.flag} with --cluster {cluster.name}: a run has these products on GPUs of the generations "
-            f"{', '.join(_GENERATIONS[low.recipe])} alone, and a plan needs their peak (float8, see clusters.toml): give "
-            "such a cluster, or plan without the flag"
+            f"{', '.join(_GENERATIONS[low.recipe])} alone, and a plan needs their peak (float8, see clusters.toml): "
+            "give such a cluster, or plan without the flag"
         )
 
 
@@ -263,8 +263,8 @@ def _require_layers_alike(config: RunConfig) -> None:
     names = names or (adapters.lora_target_modules if adapters.lora_rank is not None else ())
     if numbered := [name for name in names if re.search(r"[0-9?\[]", name)]:
         raise ConfigurationError(
-            f"{flag} {numbered[0]}: plans take all layers of a kind to be trained alike: give names without numbers, or "
-            "see what one rank needs by pretrain_gpt.py --dry-run"
+            f"{flag} {numbered[0]}: plans take all layers of a kind to be trained alike: give names without numbers, "
+            "or see what one rank needs by pretrain_gpt.py --dry-run"
         )
 
 

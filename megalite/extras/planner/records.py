@@ -138,17 +138,17 @@ class PartRecord:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """`parameters` and `expert_parameters`."""
+        """Elements of both kinds: `parameters` and `expert_parameters`."""
         return self.parameters, self.expert_parameters
 
     @property
     def trained(self) -> tuple[int, int]:
-        """Those of them that are trained."""
+        """Elements of both kinds that are trained."""
         (dense, experts), (frozen, frozen_experts) = self.elements, self.frozen
         return dense - frozen, experts - frozen_experts
 
     def gathered(self, item: float, *, as_codes: bool) -> tuple[float, float]:
-        """Return the bytes of both kinds of elements, if one has `item` bytes, or one byte if it is gathered as code."""
+        """Return the bytes of both kinds of elements if each has `item` bytes, or one that is rounded has a code."""
         dense, experts = (
             item * elements - (item - 1) * rounded * as_codes
             for elements, rounded in zip(self.elements, self.rounded, strict=True)

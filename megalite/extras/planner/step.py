@@ -222,7 +222,11 @@ class Step:
 
     def _afterwards(self, rank: int) -> Cost:
         """Return what a rank does after its last backward."""
-        apart = len(self.layout.ends) == 2 and rank in self.layout.ends and not has_frozen_table(self.parts.head, self.config)
+        apart = (
+            len(self.layout.ends) == 2
+            and rank in self.layout.ends
+            and not has_frozen_table(self.parts.head, self.config)
+        )
         return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=apart)
 
     def _ends(self) -> list[float]:
