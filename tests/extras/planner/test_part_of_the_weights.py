@@ -16,6 +16,7 @@ from megalite.extras.planner.data_parallel import DataParallel
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.extras.planner.parts import Parts, part_records
 from megalite.extras.planner.plan import Planner, with_vocabulary
+from megalite.extras.planner.search import search
 from megalite.tasks.adapters import adapter_products
 
 FLAGS = """--num-layers 4 --hidden-size 512 --num-attention-heads 4 --ffn-hidden-size 1024 --seq-length 256
@@ -103,6 +104,12 @@ def test_adapters_are_counted_as_a_dry_run_counts_them() -> None:
     counts = [adapter_products(with_vocabulary(each).model, each.adapters) or 0.0 for each in (fewer, more)]
     assert counts[0] == 4 * 512
     assert flops[1] - flops[0] == 256 * 3 * 2 * (counts[1] - counts[0])
+
+
+def test_a_search_with_gathers_of_codes_is_among_layouts_of_zero_3() -> None:
+    config = run(f"{ZERO_3} {BLOCKWISE} --fp8-param-gather")
+    found = search(Planner(config, find_cluster("H100-SXM"), 2), 3, ("tensor", "pipeline", "context", "recompute"))
+    assert {plan.layout.zero for plan in found.plans} == {3}
 
 
 @pytest.mark.parametrize(

@@ -255,10 +255,10 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     if expected.unknown is not None:
         yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if planner.config.low_precision.recipe is not None:
-        yield (
-            f"products of {planner.config.low_precision.flag} are taken to reach the share of FP8's peak that those of "
-            "bf16 reach of theirs, and MFU is of bf16's peak"
-        )
+        how = "are emulated, as a run does on CPUs"
+        if not planner.cluster.gpu.is_cpu:
+            how = "are taken to reach the share of FP8's peak that those of bf16 reach of theirs; MFU is of bf16's peak"
+        yield f"products of {planner.config.low_precision.flag} {how}"
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)
