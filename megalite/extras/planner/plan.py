@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Hashable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -95,8 +94,7 @@ class Planner:
         """Plan a run as its flags have it, with its vocabulary.
 
         Raises:
-            ConfigurationError: the run trains indexers alone or freezes layers by their numbers, or the GPUs do not
-                have its products.
+            ConfigurationError: the run trains indexers alone, or the GPUs do not have its products.
         """
         if config.model.trains_indexers_alone:
             raise ConfigurationError(
@@ -106,7 +104,6 @@ class Planner:
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
         _require_products(self.config, cluster)
-        _require_layers_alike(self.config)
         self.prices = Prices(cluster, stack or find_stack(Stack.name))
         self._parts: dict[Hashable, Parts | None] = {}
         self._by_weights: dict[Hashable, Parts] = {}
@@ -253,18 +250,6 @@ def _require_products(config: RunConfig, cluster: Cluster) -> None:
             f"{low.flag} with --cluster {cluster.name}: a run has these products on GPUs of the generations "
             f"{', '.join(_GENERATIONS[low.recipe])} alone, and a plan needs their peak (float8, see clusters.toml): "
             "give such a cluster, or plan without the flag"
-        )
-
-
-def _require_layers_alike(config: RunConfig) -> None:
-    """Raise ConfigurationError if names of adapted or frozen weights tell layers of a kind apart, by their numbers."""
-    adapters = config.adapters
-    flag, names = ("--freeze", adapters.freeze) if adapters.freeze else ("--lora-target-modules", ())
-    names = names or (adapters.lora_target_modules if adapters.lora_rank is not None else ())
-    if numbered := [name for name in names if re.search(r"[0-9?\[]", name)]:
-        raise ConfigurationError(
-            f"{flag} {numbered[0]}: plans take all layers of a kind to be trained alike: give names without numbers, "
-            "or see what one rank needs by pretrain_gpt.py --dry-run"
         )
 
 

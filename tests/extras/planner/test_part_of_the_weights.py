@@ -11,6 +11,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands.plan import completed
 from megalite.extras.planner.cost import Cost, Prices
 from megalite.extras.planner.data_parallel import DataParallel
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
@@ -129,7 +130,7 @@ def test_a_search_with_gathers_of_codes_is_among_layouts_of_zero_3() -> None:
 )
 def test_what_a_plan_cannot_say_is_refused(cluster: str, flags: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        Planner(run(flags), find_cluster(cluster), RANKS)
+        Planner(completed(f"{FLAGS} {flags}".split()), find_cluster(cluster), RANKS)
 
 
 def test_frozen_weights_have_no_messages_of_gradients() -> None:

@@ -93,6 +93,7 @@ def every_plan(planner: Planner, keep: tuple[str, ...] = ()) -> list[Plan]:
         (run_config(batch=2), 7e9, ("context", "micro_batch")),  # where most do not fit
         (run_config(layers=3, batch=2), 85e9, ("recompute",)),  # which two stages cannot divide evenly
         (run_config(layers=2, experts=4, batch=2), 85e9, ("context", "recompute")),
+        (replace(run_config(batch=2), low_precision=LowPrecisionConfig("e4m3")), 9e9, ("context", "recompute")),
     ],
 )
 def test_the_first_ones_are_the_fastest_of_all_that_fit(
