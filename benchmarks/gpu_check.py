@@ -304,10 +304,11 @@ def check_scaled_products(report: Report) -> None:
 def check_rounded_training(report: Report) -> None:
     """Training in 8 bits beside bf16's: kept activations, losses against the CPU's, and the time of a step."""
     kept = gpu_rounded_training.kept_bytes(report.device)
-    share = kept.get("blockwise", 0) / kept["bf16"]
-    report.tell("lowbits", {"bytes kept for backward": kept}, f"bytes kept for backward: {_words(kept)}")
-    if report.gpu and share > gpu_rounded_training.KEPT:
-        report.warn(f"lowbits: blockwise layers keep {share:.2f} of the bytes that they keep in bf16")
+    shares = {name: size / kept["bf16"] for name, size in kept.items()}
+    report.tell("lowbits", {"bytes kept for backward": kept}, f"bytes kept for backward, of bf16's: {_words(shares)}")
+    least = gpu_rounded_training.LEAST
+    if report.gpu and shares.get(least, 0.0) > gpu_rounded_training.KEPT:
+        report.warn(f"lowbits: layers with {least} keep {shares[least]:.2f} of the bytes that they keep in bf16")
     if report.gpu:
         torch.cuda.empty_cache()  # trainings are in processes of their own
     distances = gpu_rounded_training.distances(report.device, report.gpus, report.deadline)

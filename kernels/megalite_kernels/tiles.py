@@ -173,6 +173,16 @@ def transposed(stacked: Tensor, matrices: int) -> Tensor:
 
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """Return the values of tiles [rows, columns]: computed in fp32, or in fp64 if that is asked for."""
+    of_rows = tiles.scales.dim() == 0 or len(tiles.scales) == len(tiles.codes)
+    in_fp32 = tiles.scales.dtype == torch.float32 and dtype != torch.float64
+    if of_rows and in_fp32 and current().runs_triton("tiles", tiles.codes):
+        from megalite_kernels.tiles_kernels import launch_dequantize
+
+        return launch_dequantize(tiles, recipe, dtype)
+    return dequantize_reference(tiles, recipe, dtype)
+
+
+def dequantize_reference(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = tiles.codes.shape
     found, scale = values_of(tiles.codes, wide), tiles.scales.to(wide)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
+from megalite_kernels.quantization_kernels import dequantized
 from megalite_kernels.recipes import Recipe, Scaling
 from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
 
 TILE = 2048  # elements of a program
+BLOCK_OF_ONE_SCALE = 128  # elements of a row that a program has together
 SQUARE_WARPS = 16
 _SCALING: dict[Scaling, tuple[int, torch.dtype]] = {
     "quotient": (0, torch.float32),
@@ -104,6 +106,42 @@ def _quantize_tensor(
     tl.store(codes + place, found.to(tl.uint8), mask=inside)
 
 
+@triton.jit
+def _places(
+    block: tl.tensor, present: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the places of the elements of blocks of rows of `columns` elements, and which there are of them."""
+    within = tl.arange(0, BLOCK)[None, :]
+    if columns % BLOCK == 0:
+        return block[:, None] * BLOCK + within, present[:, None].broadcast_to(block.shape[0], BLOCK)
+    PER_ROW: tl.constexpr = (columns + BLOCK - 1) // BLOCK
+    first = (block % PER_ROW) * BLOCK
+    inside = present[:, None] & (first[:, None] + within < columns)
+    return (block // PER_ROW * columns + first)[:, None] + within, inside
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _dequantize_blocks(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    blocks: tl.tensor,
+    columns: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Dequantize ROWS blocks of rows of `columns` elements; the last block of a row may be short."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = block < blocks
+    place, inside = _places(block, present, columns, BLOCK)
+    scale = tl.load(scales + (block * 0 if ONE_SCALE else block), mask=present, other=1.0)
+    found = dequantized(tl.load(codes + place, mask=inside, other=0), scale, MANTISSA, LOWEST)
+    tl.store(values + place, found.to(values.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _quantize_blocks(
     values: tl.tensor,
@@ -127,14 +165,7 @@ def _quantize_blocks(
     PER_ROW: tl.constexpr = (columns + BLOCK - 1) // BLOCK
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = block < blocks
-    within = tl.arange(0, BLOCK)[None, :]
-    if columns % BLOCK == 0:
-        place = block[:, None] * BLOCK + within
-        inside = present[:, None]
-    else:
-        first = (block % PER_ROW) * BLOCK
-        place = (block // PER_ROW * columns + first)[:, None] + within
-        inside = present[:, None] & (first[:, None] + within < columns)
+    place, inside = _places(block, present, columns, BLOCK)
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     if SCALING == 3:
@@ -223,6 +254,21 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
             num_warps=shape.warps,
         )
     return Tiles(of_format, scales.view(kept), outer)
+
+
+def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return the values of tiles of rows with fp32 scales, or one of them, [rows, columns]."""
+    codes = tiles.codes.contiguous()
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    (rows, columns), block = codes.shape, recipe.block or BLOCK_OF_ONE_SCALE
+    blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
+    if values.numel():
+        _dequantize_blocks[(-(-blocks // shape.rows),)](
+            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, columns),
+            *(*TILE_FORMATS[codes.dtype][:2], not recipe.block, shape.rows, block),
+            num_warps=shape.warps,
+        )
+    return values
 
 
 def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:

@@ -64,6 +64,16 @@ class ProductGradient(Gradient):
 
 
 @dataclass(frozen=True)
+class LateGradient(Gradient):
+    """A gradient that is made when it is added, of what takes less memory or has not been gathered yet."""
+
+    made: Callable[[], Gradient]
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        self.made().add_to(target, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
 class GroupedProductGradient(Gradient):
     """The weight gradient of a grouped linear layer: one product per expert.
 

@@ -203,6 +203,7 @@ class Cell:
     recipe: str | None = None  # of products with rounded operands
     hybrid: bool = False  # gradients in e5m2
     rounds_weight_gradients: bool = False
+    stores_activations: bool = False
     gathers_codes: bool = False
     plain_layers: tuple[int, ...] = ()  # whose operands are not rounded
     wide: int = 1  # factor of all widths, so that ranks have whole blocks
@@ -450,7 +451,7 @@ def roundings(cell: Cell) -> Roundings:
     if cell.recipe is None:
         return Roundings()
     chosen = recipe(cell.recipe, "hybrid" if cell.hybrid else "e4m3")
-    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes)
+    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes, cell.stores_activations)
     of_layers = tuple(None if layer in cell.plain_layers else each for layer in range(layers(cell)))
     return Roundings(of_layers, None if cell.recipe == "nvfp4" else each)
 

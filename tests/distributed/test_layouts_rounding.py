@@ -20,6 +20,7 @@ FP4: Row = {"recipe": "nvfp4", "wide": 2, "family": "llama"}
 MX: Row = {"recipe": "mxfp8", "wide": 4, "family": "llama"}
 SQUARES: Row = {"recipe": "blockwise", "wide": 16, "family": "llama"}
 WHOLE: Row = {"recipe": "tensorwise", "wide": 2, "family": "llama"}
+AGAIN: Row = {"stores_activations": True}
 LAYOUTS: dict[str, Row] = {
     "mx": {**MX, "dp": 1, "documents": True},
     "mx, weight gradients": {**MX, "dp": 1, "rounds_weight_gradients": True, "output_gate": True},
@@ -60,6 +61,11 @@ LAYOUTS: dict[str, Row] = {
     "whole, cp2-tp2-sp": {**WHOLE, "dp": 1, "cp": 2, **SP, "hybrid": True},
     "whole, cp2, heads exchanged": {**WHOLE, "dp": 1, "cp": 2, "way": "a2a", "tp": 2},
     "whole, pp2, deferred": {**WHOLE, **SP, "pp": 2, "dp": 1, "schedule": "zb-h1", "rounds_weight_gradients": True},
+    "whole, activations again": {**WHOLE, **SP, "dp": 1, "cp": 2, "rounds_weight_gradients": True, **AGAIN},
+    "squares, activations again": {**SQUARES, **SP, "dp": 1, "hybrid": True, **AGAIN, "family": "gpt2"},
+    "mx, activations again": {**MX, **SP, "dp": 1, "pp": 2, "schedule": "zb-h1", **AGAIN, "plain_layers": (0,)},
+    "mx, activations of parts again": {**MX, "tp": 2, "dp": 1, "mlp_parts": 3, **AGAIN},
+    "mx, experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "mixtral", **AGAIN},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
 OFTEN = ["fp4, tp2-sp"]
@@ -75,7 +81,7 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 @pytest.mark.wide_except("fp4, tp2-uniform")
 @pytest.mark.bits
 @pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
-@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2"])
+@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2", "whole, activations again"])
 def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
@@ -99,6 +105,8 @@ ALIKE: dict[str, tuple[Row, Row]] = {
     "adapters, tp2-sp, deferred": ({**MX, "adapters": "lora"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
     "adapters with dropout, cp2": ({**WHOLE, "adapters": "dropout", "rounds_weight_gradients": True}, {"cp": 2}),
     "adapters of lengths, tp2": ({**FP4, "adapters": "dora"}, {"tp": 2}),
+    "adapters with dropout, tp2-sp, deferred": ({**MX, "adapters": "dropout"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
+    "adapters, activations again": ({**MX, "adapters": "lora", **AGAIN}, {**SP}),
     "adapters of experts, tp2-sp": ({**FP4, "adapters": "lora", "family": "mixtral"}, SP),
     "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
     "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
@@ -119,7 +127,7 @@ def test_layouts_train_as_one_process(name: str, rank_pools: RankPools) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts"])
+@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts", "squares, activations again"])
 def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2, compiled="aot_eager")
     (result,) = run(rank_pools, [cell])

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.tile_scales import Tiles
-from megalite_kernels.tiles import largest, quantize, quantize_reference, quantize_squares_reference, quantize_weight
+from megalite_kernels.tiles import (
+    dequantize,
+    dequantize_reference,
+    largest,
+    quantize,
+    quantize_reference,
+    quantize_squares_reference,
+    quantize_weight,
+)
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs
 
@@ -52,6 +60,9 @@ def check(values: Tensor, by: Recipe, format: torch.dtype) -> None:
         if ours is not None and reference is not None:
             assert (ours.dtype, ours.shape) == (reference.dtype, reference.shape)
     assert bits(*found) == bits(*expected)
+    dtype = values.dtype
+    ours, reference = dequantize(found, by, dtype), dequantize_reference(expected, by, dtype)
+    assert (ours.dtype, bits(ours.float())) == (dtype, bits(reference.float()))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ def test_layers_at_the_ends_are_left_out() -> None:
     assert [each is not None for each in every.of_layers] == [True] * 4
     assert every.of_layers[0] == every.of_depths
     assert every.of_layers[0].recipe.backward == torch.float8_e5m2  # type: ignore[union-attr]
+    assert not every.of_layers[0].stores_activations  # type: ignore[union-attr]
+    stored = roundings(config_of(FP8 + "--activation-func-fp8-input-store")).of_layers[0]
+    assert stored == Rounding(recipe("blockwise"), stores_activations=True)
     some = roundings(config_of(FP4 + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
     assert [each is not None for each in some.of_layers] == [False, False, True, False]
     assert some.of_depths is None  # as Megatron-LM leaves them in bf16
@@ -86,7 +89,7 @@ def test_layers_at_the_ends_are_left_out() -> None:
 def test_a_start_tells_what_is_not_rounded() -> None:
     default, note = low_precision_notes(config_of(FP8))
     assert default.startswith("note: --fp8-recipe blockwise, since no recipe is given")
-    assert note.endswith("weight gradients are not rounded, as Megatron-LM's are: --fp8-wgrad does it")
+    assert note.endswith("of gradients that are not, which Megatron-LM rounds, too: --fp8-wgrad does it")
     (note,) = low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe blockwise"))
     assert "run along tokens" in note
     for layout, run in {"--cp 2": 16, "--tp 2 --sequence-parallel": 32, "--cp 2 --tp 4 --sequence-parallel": 8}.items():
