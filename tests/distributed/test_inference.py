@@ -98,6 +98,7 @@ def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
             events = [event for index, event in ranks[0][number] if index == row]
             room = most if cell.family != "gpt2" else min(most, SEQUENCE + 2 - len(prompt))
             seen = [*prompt, *events[:-1]][: len(prompt) + room - 1]
+            # One forward tells all choices: up to the first token that is wrong, it has read those of the oracle.
             choices = next_logits(cell, weights, seen)[len(prompt) - 1 :].argmax(-1).tolist()
             expected = [*choices[: choices.index(eod)], "stop"] if eod in choices else [*choices, "length"]
             assert events == expected, (cell, row)
