@@ -22,9 +22,9 @@ from megalite_kernels.implementation import is_installed
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 
 LAYER = {
-    # Forward 10: two norms, four products, rotation, a copy of the values, attention, activation. Backward 21: those, where a product has two
-    # and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a cat put the gradients of
-    # queries, keys and values together.
+    # Forward 10: two norms, four products, rotation, a copy of the values, attention, activation. Backward 21: those,
+    # where a product has two and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a
+    # cat put the gradients of queries, keys and values together.
     "llama": (31, 0),
     # Instead of the rotation, four biases: added in three launches (the activation adds one), summed and stored.
     "gpt2": (44, 0),
