@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
-from megalite.parallel.products import PLAIN, Products
+from megalite.parallel.products import PLAIN, Products, saved_by
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import scale_gradients_
 
@@ -41,7 +41,7 @@ class _GroupedLinear(torch.autograd.Function):
         (gradient,) = gradients
         input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
-        product = ctx.products.weight_gradient_of_groups(gradient, ctx.saved_tensors, *ctx.groups)
+        product = ctx.products.weight_gradient_of_groups(gradient, saved_by(ctx), *ctx.groups)
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
@@ -66,8 +66,9 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        scale, *kept = ctx.saved_tensors
-        scale, input = scale.detach(), ctx.keeper.values(tuple(kept), ctx.dtype)
+        scale, *kept = saved_by(ctx)
+        assert scale is not None
+        input = ctx.keeper.values(tuple(kept), ctx.dtype)
         with torch.enable_grad():
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()

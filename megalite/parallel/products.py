@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,11 @@ Kept = tuple[Tensor | None, ...]
 def as_matrix(tensor: Tensor) -> Tensor:
     """View [..., width] as [rows, width]."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def saved_by(ctx: Any) -> Kept:
+    """Return what a forward has saved, without its graph, which gradients that are added later must not keep."""
+    return tuple(None if saved is None else saved.detach() for saved in ctx.saved_tensors)
 
 
 class Products:
@@ -87,13 +93,13 @@ class Products:
         """Return what is kept as a matrix [rows, width]."""
         (found,) = kept
         assert found is not None
-        return as_matrix(found.detach())  # a gradient that is added later must not keep the graph
+        return as_matrix(found)
 
     def gather(self, kept: Kept, group: Group) -> Callable[[], Kept]:
         """Begin to join the rows that ranks keep. The function that is returned waits for them."""
         (own,) = kept
         assert own is not None
-        pending = collectives.all_gather_async(own.detach(), group)
+        pending = collectives.all_gather_async(own, group)
         return lambda: (pending.wait(),)
 
     def in_backward(self, gradient: Tensor) -> Products:
