@@ -66,6 +66,7 @@ LAYOUTS: dict[str, Row] = {
     "mx, activations again": {**MX, **SP, "dp": 1, "pp": 2, "schedule": "zb-h1", **AGAIN, "plain_layers": (0,)},
     "mx, activations of parts again": {**MX, "tp": 2, "dp": 1, "mlp_parts": 3, **AGAIN},
     "mx, experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "mixtral", **AGAIN},
+    "mx, shared experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "deepseek", **AGAIN},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
 OFTEN = ["fp4, tp2-sp"]
