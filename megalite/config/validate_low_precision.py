@@ -81,8 +81,8 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
     elif not chosen.fp8_wgrad:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(
-            f"note: {chosen.flag}: weight gradients are products of rounded inputs and of gradients that are not, which "
-            f"Megatron-LM rounds, too{way}"
+            f"note: {chosen.flag}: weight gradients are products of rounded inputs and of gradients that are not, "
+            f"which Megatron-LM rounds, too{way}"
         )
     if config.model.num_experts is not None and chosen.recipe == "tensorwise":
         found.append(

@@ -57,11 +57,12 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         weight: Parameter,
         groups: ExpertRows,
         products: Products,
+        keeper: Products,
     ) -> Tensor:
-        """Return the products [rows, out]. The input, or codes of it, is activated again in backward."""
+        """Return the products [rows, out]. What `keeper` keeps of the input is activated again in backward."""
         ctx.weight, ctx.activation, ctx.groups, ctx.products = weight, activation, groups, products
-        ctx.keeper, ctx.dtype = products if products.stores_activations else PLAIN, input.dtype
-        ctx.save_for_backward(scale, *ctx.keeper.keep(input))
+        ctx.keeper, ctx.dtype = keeper, input.dtype
+        ctx.save_for_backward(scale, *keeper.keep(input))
         return products.of_groups(_scale_(activation(input), scale), weight, *groups)[0]
 
     @staticmethod
@@ -77,7 +78,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         (input_gradient,) = torch.autograd.grad(output, input, gradient)
         # Last: until here, the graph may still use what the activation returned.
         product = GroupedProductGradient(gradients[0], _scale_(activated, scale), *ctx.groups)
-        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None
+        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None, None
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -124,17 +125,21 @@ def activated_grouped_linear(
     weight: Parameter,
     groups: ExpertRows,
     products: Products = PLAIN,
+    *,
+    keeps_values: bool = False,
 ) -> Tensor:
     """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
 
     Args:
         input: [rows, width], sorted by expert, for an activation that maps them to [rows, in].
         scale: [rows], in fp32 or wider.
+        keeps_values: keep no codes of the input, whatever the products do: another product keeps its values.
 
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products)
+    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 
 

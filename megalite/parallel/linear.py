@@ -208,9 +208,7 @@ class _RowParallel(torch.autograd.Function):
             products = [*(way.weight_gradient(part, kept) for part in parts), update.of_b(gradient_matrix, inner, 0)]
         elif ctx.sequence_parallel and is_deferred(weights[0]):
             split, over = gradients[0], ctx.group
-            products = [
-                LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))
-            ]
+            products = [LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))]
         else:
             products = [way.weight_gradient(gradient_matrix, kept)]
         weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]

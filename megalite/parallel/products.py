@@ -111,7 +111,7 @@ class Products:
         return collectives.all_gather(gradient, gathered) @ weight
 
     def weight_gradient(self, gradient: Tensor, kept: Kept) -> Gradient:
-        """Return the product of [tokens, out] and of the input [tokens, in] that is kept: the gradient of the weight."""
+        """Return the gradient of the weight: the product of [tokens, out] and of the input [tokens, in] that is kept."""
         return ProductGradient(gradient, self.values(kept, gradient.dtype))
 
     def again(self, input: Tensor) -> tuple[Products, Kept]:
@@ -133,9 +133,7 @@ class Products:
         matrices = _matrices(weight, offsets)
         return grouped_product(rows, matrices if backward else matrices.transpose(1, 2), offsets, ends), (rows,)
 
-    def weight_gradient_of_groups(
-        self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor
-    ) -> GroupedProductGradient:
+    def weight_gradient_of_groups(self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor) -> Gradient:
         """Return the product of [rows, out] and of the rows [rows, in] that are kept, for each group."""
         return GroupedProductGradient(gradient, self.values(kept, gradient.dtype), offsets, ends)
 
@@ -268,6 +266,10 @@ class RoundedProducts(Products):
         else:
             own, matrices = self._rounded(rows, recipe.forward, self.columns), [each.forward for each in tiles]
         return scaled_grouped_product(own, matrices, offsets, recipe, rows.dtype), own
+
+    def weight_gradient_of_groups(self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor) -> Gradient:
+        """See `Products`."""
+        return LateGradient(partial(super().weight_gradient_of_groups, gradient, kept, offsets, ends))
 
     def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
         """Return the codes and scales of a weight of so many matrices, which are made once while they are kept."""

@@ -135,6 +135,17 @@ def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None
     assert_as_expected(cell, result)
 
 
+@pytest.mark.wide
+@pytest.mark.bits
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_layers_with_adapters_on_their_second_matrix_leave_stored_codes_aside(
+    family: str, rank_pools: RankPools
+) -> None:
+    cell = make_cell({**MX, "dp": 1, "cp": 1, "adapters": "lora", "family": family}, steps=2)
+    aside, plain = run(rank_pools, [replace(cell, stores_activations=True), cell])
+    assert_same_bits(aside, plain, family)
+
+
 LOADS: dict[str, tuple[Row, Row]] = {
     "fp4: tp2 to zero3": ({**FP4, "dp": 1, "tp": 2}, {**FP4, "dp": 2, "zero": 3}),
     "mx: the same": ({**MX, **SP, "dp": 1}, {**MX, **SP, "dp": 1}),
