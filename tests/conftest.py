@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests whose turn it is not."""
+    """Leave out the tests whose turn it is not. Files that take seconds come first: none of them is the last."""
+    costly = {item.path for item in items if item.get_closest_marker("costly") is not None}
+    items.sort(key=lambda item: item.path not in costly)
     turn: Turn | None = config.option.turn
     if turn is not None:
         left_out = [item for item in items if not turn.has(item.nodeid)]

@@ -218,7 +218,7 @@ class RoundedLinears(TorchFunctionMode):
         super().__init__()
         self._rule, self._made = rule, dict[int, Tensor]()
         self._again: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the address of an activation it, and what it is when backward computes it."""
+        """Pairs of an activation and of what backward computes, by the address of the activation."""
         self._behind_activations: set[int] = set()
         """Addresses of matrices of experts, whose activations backward always computes again."""
         self._is_rounded = False
@@ -262,7 +262,6 @@ class RoundedLinears(TorchFunctionMode):
             self._made |= dict(zip([each.data_ptr() for each in matrices], parts, strict=True))
         output, bias = self._made.pop(address), args[2] if len(args) > 2 else None
         return output if bias is None else output + bias
-
 
     def activated(self, up: Tensor, activation: Activation) -> Tensor:
         """The activation behind the last product."""

@@ -194,21 +194,28 @@ def _quantize_squares(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Quantize a square, and write its codes and their transpose. `row_units`: UNIT rows each, for wide accesses."""
+    """Quantize a square of a matrix, and write its codes and their transpose.
+
+    Args:
+        row_units: rows of a matrix, UNIT each, for wide accesses.
+    """
+    rows, matrix = row_units.to(tl.int64) * UNIT, tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row // UNIT < row_units)[:, None]
     if columns % BLOCK:
         inside = inside & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
+    before = matrix * rows * columns
+    place = before + row[:, None] * columns + column[None, :]
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
     scale, factor = _scales(top, LARGEST, 0, GREATEST, SCALING)
     found = _codes(x, factor, MANTISSA, LOWEST, LARGEST).to(tl.uint8)
     tl.store(codes + place, found, mask=inside)
-    other = column[:, None] * (row_units.to(tl.int64) * UNIT) + row[None, :]
+    other = before + column[:, None] * rows + row[None, :]
     tl.store(turned + other, tl.trans(found), mask=tl.trans(inside.broadcast_to(BLOCK, BLOCK)))
-    tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
+    of_row = (matrix * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1)
+    tl.store(scales + of_row + tl.program_id(1), scale)
 
 
 # ------------------------------------------------------------------------------------------------- launchers
@@ -264,14 +271,15 @@ def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tenso
     return values
 
 
-def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tensor]:
-    """Return the tiles of a weight [out, in], and its codes [in, out]."""
+def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:
+    """Return the tiles of matrices [matrices * out, in], and their codes [matrices * in, out]."""
     values = values.contiguous()
-    (rows, columns), block = values.shape, recipe.block
+    rows, columns, block = len(values) // matrices, values.shape[1], recipe.block
     mantissa, lowest, code = TILE_FORMATS[recipe.forward]
-    codes, turned = _empty_codes(values, rows, columns), _empty_codes(values, columns, rows)
-    grid = (-(-rows // block), -(-columns // block))
-    scales = torch.empty(grid, dtype=torch.float32, device=values.device)
+    codes = _empty_codes(values, matrices * rows, columns)
+    turned = _empty_codes(values, matrices * columns, rows)
+    grid = (-(-rows // block), -(-columns // block), matrices)
+    scales = torch.empty(matrices * grid[0], grid[1], dtype=torch.float32, device=values.device)
     wide = unit(rows)
     if values.numel():
         _quantize_squares[grid](

@@ -62,7 +62,7 @@ class BucketCodes:
         for slot, scales in zip(self._slots, self._scales, strict=True):
             matrices = _coded(slot).matrices
             own = codes[slot.start : slot.stop].view(matrices.recipe.forward)
-            slot.parameter.codes = matrices.tiles(own, scales)
+            slot.parameter.codes = [matrices.tiles(own, scales)]
 
     def _agreed(self, values: Tensor) -> Tensor:
         """Return the largest magnitudes of all tiles, [tiles], one weight after the other."""

@@ -67,6 +67,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input, the scale and the weight."""
         scale, *kept = saved_by(ctx)
         assert scale is not None
         input = ctx.keeper.values(tuple(kept), ctx.dtype)

@@ -138,10 +138,10 @@ class _RowParallel(torch.autograd.Function):
     def forward(
         ctx: Any,
         input: Tensor,
-        activation: Callable[[Tensor], Tensor] | None,
         group: Group,
         sequence_parallel: bool,
         unread: bool,
+        activation: Callable[[Tensor], Tensor] | None,
         products: Products,
         update: Update | None,
         *weights: Parameter,
@@ -397,7 +397,7 @@ class RowParallelLinear(Adaptable):
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(
-                input, activation, self.group, self.sequence_parallel, unread, self.products, update, *weights
+                input, self.group, self.sequence_parallel, unread, activation, self.products, update, *weights
             )
             return found
 

@@ -38,7 +38,7 @@ from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import grouped_product as scaled_grouped_product
 from megalite_kernels.scaled_products import product
 from megalite_kernels.tile_scales import Tiles, WeightTiles
-from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight
+from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight, transposed
 from megalite_kernels.weight_parts import Matrices
 
 ALONE = Group((0,), 0)
@@ -111,7 +111,7 @@ class Products:
         return collectives.all_gather(gradient, gathered) @ weight
 
     def weight_gradient(self, gradient: Tensor, kept: Kept) -> Gradient:
-        """Return the gradient of the weight: the product of [tokens, out] and of the input [tokens, in] that is kept."""
+        """Return the gradient of the weight: the product of [tokens, out] and of the kept input [tokens, in]."""
         return ProductGradient(gradient, self.values(kept, gradient.dtype))
 
     def again(self, input: Tensor) -> tuple[Products, Kept]:
@@ -260,24 +260,23 @@ class RoundedProducts(Products):
         self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
     ) -> tuple[Tensor, Kept]:
         """See `Products`. A row's scales are its own, whatever other rows a rank has of its group."""
-        recipe, tiles = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
+        recipe, (tiles,) = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
         if backward:
-            own, matrices = self._rounded(rows, recipe.backward, self.rows), [each.backward for each in tiles]
+            own, matrices = self._rounded(rows, recipe.backward, self.rows), tiles.backward
         else:
-            own, matrices = self._rounded(rows, recipe.forward, self.columns), [each.forward for each in tiles]
-        return scaled_grouped_product(own, matrices, offsets, recipe, rows.dtype), own
+            own, matrices = self._rounded(rows, recipe.forward, self.columns), tiles.forward
+        return scaled_grouped_product(own, matrices, offsets, ends, recipe, rows.dtype), own
 
     def weight_gradient_of_groups(self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor) -> Gradient:
         """See `Products`."""
         return LateGradient(partial(super().weight_gradient_of_groups, gradient, kept, offsets, ends))
 
     def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
-        """Return the codes and scales of a weight of so many matrices, which are made once while they are kept."""
+        """Return the codes and scales of a weight of so many matrices, one element, made once while they are kept."""
         if weight.codes:
             return weight.codes
-        recipe, matrices = self.rounding.recipe, weight.detach().view(groups, -1, weight.shape[-1]).unbind()
-        tops = zip(*self._tops(matrices), strict=True)
-        found = [quantize_weight(matrix, recipe, *each) for matrix, each in zip(matrices, tops, strict=True)]
+        values = weight.detach()
+        found = [quantize_weight(values, self.rounding.recipe, groups, *self._tops(values, groups))]
         if weight.codes is not None:
             weight.codes += found
         return found
@@ -286,22 +285,21 @@ class RoundedProducts(Products):
     def _sharers_of_weight(self) -> Group:
         return self.columns if self.columns.size > 1 else self.rows
 
-    def _tops(self, matrices: Sequence[Tensor]) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    def _tops(self, values: Tensor, groups: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the largest values of the matrices' rows and of their columns, over the ranks that split them.
 
-        Of those with one scale, all values count, and none of columns.
+        Of a matrix with one scale, all values count, and none of columns.
         """
-        recipe, nothing = self.rounding.recipe, [None] * len(matrices)
-        of_rows = self._over(matrices, self.columns if recipe.block else self._sharers_of_weight)
-        if of_rows is None:
-            return nothing, nothing
-        of_columns = self._over([matrix.t() for matrix in matrices], self.rows) if recipe.block else None
-        return of_rows, of_columns or nothing
+        recipe = self.rounding.recipe
+        of_rows = self._over(values, self.columns if recipe.block else self._sharers_of_weight)
+        if of_rows is None or not recipe.block:
+            return of_rows, None
+        return of_rows, self._over(transposed(values, groups), self.rows)
 
-    def _over(self, matrices: Sequence[Tensor], group: Group) -> Sequence[Tensor] | None:
-        """Return the largest values of each matrix, or of its rows, over the ranks of a group; None: not needed."""
-        tops = [top for each in matrices if (top := largest(each, self.rounding.recipe)) is not None]
-        return collectives.all_reduce_(torch.stack(tops), group, "max").unbind() if tops else None
+    def _over(self, values: Tensor, group: Group) -> Tensor | None:
+        """Return the largest value of a matrix, or of each row, over the ranks of a group; None: not needed."""
+        top = largest(values, self.rounding.recipe)
+        return None if top is None else collectives.all_reduce_(top, group, "max")
 
     def _rounded(self, values: Tensor, kind: torch.dtype, over: Group, bound: Tensor | None = None) -> Tiles:
         """Round [rows, columns], of which the ranks of `over` have other columns."""
@@ -324,6 +322,7 @@ class RoundedProductGradient(Gradient):
     bound: Tensor | None
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """Round along tokens and add. With one scale of a tensor, the input has its codes already."""
         recipe, dtype = self.recipe, self.output_gradient.dtype
         gradient = quantize(self.output_gradient.t().contiguous(), recipe, recipe.backward, self.bound)
         if recipe.block:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -342,7 +343,7 @@ def expert_layers(cell: Cell) -> tuple[int, ...]:
     return tuple(number for number, letter in enumerate(re.sub(r"[^-E]", "", cell.pattern)) if letter == "E")
 
 
-def valid(row: Row) -> bool:
+def valid(row: Mapping[str, Any]) -> bool:
     """Tell whether a row of the matrix's factors, perhaps incomplete, can be run, with at most 8 ranks.
 
     Only rows that `validate` refuses are invalid.
@@ -366,7 +367,7 @@ def valid(row: Row) -> bool:
     return samples(row["dp"]) % (row["dp"] * row["micro_batch_size"]) == 0
 
 
-def _valid_context(row: Row) -> bool:
+def _valid_context(row: Mapping[str, Any]) -> bool:
     """Tell whether the row's context parallelism can be run, and is not the same as that of a plainer row."""
     cp, tensor = row["cp"], row["tp"] if row["sequence_parallel"] else 1
     if cp == 1:
@@ -378,7 +379,7 @@ def _valid_context(row: Row) -> bool:
     return LONG_SEQUENCE % chunks == 0 and heads % head_ranks(row) == 0
 
 
-def head_ranks(row: Row) -> int:
+def head_ranks(row: Mapping[str, Any]) -> int:
     """Return how many context-parallel ranks exchange heads."""
     return {"a2a": row["cp"], "a2a+p2p": 2}.get(row["way"], 1)
 

@@ -82,7 +82,7 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 @pytest.mark.wide_except("fp4, tp2-uniform")
 @pytest.mark.bits
 @pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
-@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2"])
+@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2", "whole, activations again"])
 def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
@@ -128,7 +128,7 @@ def test_layouts_train_as_one_process(name: str, rank_pools: RankPools) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts"])
+@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts", "squares, activations again"])
 def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2, compiled="aot_eager")
     (result,) = run(rank_pools, [cell])

@@ -17,8 +17,9 @@ FOLDER = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the rooms."""
+    of_rooms = {path for path in {item.path for item in items} if FOLDER in path.parents[1:]}
     for item in items:
-        if FOLDER in item.path.parents[1:]:
+        if item.path in of_rooms:
             item.add_marker(pytest.mark.extra)
 
 

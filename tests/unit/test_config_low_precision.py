@@ -16,7 +16,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
-from megalite.training.kernels import require_recipe, require_whole_blocks
+from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
 from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
@@ -107,35 +107,37 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.version.cuda", "12.9"),
     ):
-        require_recipe(config_of(FP8), gpu)
+        require_recipe(config_of(FP8 + "--fp8-wgrad"), gpu)
         for flags, words in {
             FP4: "--fp4-format e2m1: nvfp4 runs on CPUs alone",
             FP8 + "--fp8-recipe mxfp8": "--fp8-recipe mxfp8: mxfp8 runs on CPUs alone",
-            FP8 + "--fp8-wgrad": "--fp8-wgrad with --fp8-recipe blockwise has not run on a GPU",
             FP8 + "--fp64": "--fp8-recipe blockwise with --fp64 on a GPU",
         }.items():
             with pytest.raises(ConfigurationError, match=words) as raised:
                 require_recipe(config_of(flags), gpu)
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
+            require_recipe(config_of(flags + " --kernels reference"), gpu)
     refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
-        with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a Hopper GPU"):
+        with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a GPU with fp8"):
             require_recipe(config_of(FP8), gpu)
     refusal.cache_clear()
 
 
-def test_a_gpu_multiplies_whole_blocks() -> None:
-    each = Rounding(recipe("blockwise"))
+def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:
+    """Blocks have no such limit."""
+    each = Rounding(recipe("tensorwise"))
     model = ModelConfig(
-        num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=192, vocab_size=8,
+        num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=200, vocab_size=8,
         max_position_embeddings=4,
     )  # fmt: skip
     stage = GPT(model, ParallelMesh(device=torch.device("meta")), roundings=Roundings((each,)))
-    gpu = torch.device("cuda:0")
-    with pytest.raises(ConfigurationError, match=r"a rank has 192 x 128 of layers\.0\.mlp\.up, and a GPU"):
-        require_whole_blocks(config_of(FP8), [stage], gpu)
-    require_whole_blocks(config_of(FP8), [stage], torch.device("cpu"))
-    require_whole_blocks(config_of(FP8 + "--kernels reference"), [stage], gpu)
-    require_whole_blocks(config_of(""), [stage], gpu)
+    gpu, flags = torch.device("cuda:0"), FP8 + "--fp8-recipe tensorwise "
+    with pytest.raises(ConfigurationError, match=r"a rank has 200 x 128 of layers\.0\.mlp\.up, and a GPU"):
+        require_whole_units(config_of(flags), [stage], gpu)
+    require_whole_units(config_of(flags), [stage], torch.device("cpu"))
+    require_whole_units(config_of(flags + "--kernels reference"), [stage], gpu)
+    require_whole_units(config_of(FP8), [stage], gpu)
+    require_whole_units(config_of(""), [stage], gpu)

@@ -24,6 +24,7 @@ from benchmarks import (
     gpu_numbers,
     gpu_own_model,
     gpu_rounded_training,
+    gpu_scaled_products,
     gpu_speed,
     gpu_state,
     gpu_training,
@@ -159,6 +160,36 @@ def test_codes_of_parts_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_lowbits.different_codes_of_parts("cpu", "blockwise") == 0
     monkeypatch.setattr(gpu_lowbits.Matrices, "largest", lambda self, values, start: torch.ones(self.grid))
     assert gpu_lowbits.different_codes_of_parts("cpu", "blockwise") > 0
+
+
+def test_products_of_blocks_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The emulation stands for Triton's kernel here: it is right, and wrong when a row is not in its group."""
+    monkeypatch.setattr(gpu_scaled_products, "COUNTS", (0, 1, 5))
+    monkeypatch.setattr(gpu_scaled_products, "WIDTHS", ((130, 20),))
+    report = Report(tmp_path, "cpu", part="lowbits")
+    gpu_check.check_scaled_products(report)
+    assert report.wrong == []
+    errors, different, times = (row.popitem()[1] for row in report.found["lowbits"])
+    assert len(errors) == 6
+    assert all(0.0 < error < 2.0**-8 for error in errors.values())
+    assert set(different.values()) == {0}
+    assert set(times) == {"experts of bf16", "whole of cuBLAS"}
+
+    right = gpu_scaled_products.grouped_product
+
+    def next_row(a: Any, b: Any, offsets: Any, ends: Any, by: Any, dtype: torch.dtype) -> Any:
+        return right(a, b, offsets, ends, by, dtype).roll(int(dtype != torch.float64), 0)
+
+    monkeypatch.setattr(gpu_scaled_products, "grouped_product", next_row)
+    monkeypatch.setattr(gpu_scaled_products, "times", lambda device: {"experts of bf16": 1.5})
+    monkeypatch.setattr(Report, "gpu", True)
+    gpu_check.check_scaled_products(report)
+    groups = [f"lowbits: Triton's product of groups, {format}, 130 to 20" for format in ("e4m3", "hybrid")]
+    assert report.wrong == [*groups, "lowbits: Triton's products of groups"]
+    assert report.slow == ["lowbits: products of experts take 1.50 of the time of bf16's"]
+    monkeypatch.setattr(gpu_check, "refusal", lambda recipe, device: "no GPU has it")
+    gpu_check.check_scaled_products(report)
+    assert report.found["lowbits"][-1] == {"Triton's products": "no GPU has it"}
 
 
 def test_training_in_8_bits_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

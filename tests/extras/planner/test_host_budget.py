@@ -22,15 +22,15 @@ from megalite_kernels.implementation import is_installed
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 
 LAYER = {
-    # Forward 9: two norms, four products, rotation, attention, activation. Backward 21: those, where a product has two
-    # and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a cat put the gradients of
-    # queries, keys and values together.
-    "llama": (30, 0),
+    # Forward 10: two norms, four products, rotation, a copy of the values, attention, activation. Backward 21: those,
+    # where a product has two and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a
+    # cat put the gradients of queries, keys and values together.
+    "llama": (31, 0),
     # Instead of the rotation, four biases: added in three launches (the activation adds one), summed and stored.
     "gpt2": (44, 0),
     # Two products forward and four backward for all experts together. The rest chooses, counts and sorts by expert. The
     # host waits for the numbers of their tokens.
-    "experts": (72, 1),
+    "experts": (73, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
 OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
@@ -38,7 +38,7 @@ OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
     ({"qk_layernorm": True}, 90),
     ({"moe_aux_loss_coeff": (0.001,)}, 90),
     ({"moe_aux_loss_coeff": (0.001,), "qk_layernorm": True}, 102),
-    ({"add_bias_linear": True}, 104),
+    ({"add_bias_linear": True}, 105),
 ]
 """Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
 OF_A_RUN, OF_A_STEP = 5, 7
