@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
-from megalite.parallel.products import PLAIN, Products
+from megalite.parallel.products import PLAIN, Products, saved_by
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import scale_gradients_
 
@@ -41,7 +41,7 @@ class _GroupedLinear(torch.autograd.Function):
         (gradient,) = gradients
         input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
-        product = ctx.products.weight_gradient_of_groups(gradient, ctx.saved_tensors, *ctx.groups)
+        product = ctx.products.weight_gradient_of_groups(gradient, saved_by(ctx), *ctx.groups)
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
@@ -57,18 +57,20 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         weight: Parameter,
         groups: ExpertRows,
         products: Products,
+        keeper: Products,
     ) -> Tensor:
-        """Return the products [rows, out]. The input, or codes of it, is activated again in backward."""
+        """Return the products [rows, out]. What `keeper` keeps of the input is activated again in backward."""
         ctx.weight, ctx.activation, ctx.groups, ctx.products = weight, activation, groups, products
-        ctx.keeper, ctx.dtype = products if products.stores_activations else PLAIN, input.dtype
-        ctx.save_for_backward(scale, *ctx.keeper.keep(input))
+        ctx.keeper, ctx.dtype = keeper, input.dtype
+        ctx.save_for_backward(scale, *keeper.keep(input))
         return products.of_groups(_scale_(activation(input), scale), weight, *groups)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input, the scale and the weight."""
-        scale, *kept = ctx.saved_tensors
-        scale, input = scale.detach(), ctx.keeper.values(tuple(kept), ctx.dtype)
+        scale, *kept = saved_by(ctx)
+        assert scale is not None
+        input = ctx.keeper.values(tuple(kept), ctx.dtype)
         with torch.enable_grad():
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
@@ -77,7 +79,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         (input_gradient,) = torch.autograd.grad(output, input, gradient)
         # Last: until here, the graph may still use what the activation returned.
         product = GroupedProductGradient(gradients[0], _scale_(activated, scale), *ctx.groups)
-        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None
+        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None, None
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -124,17 +126,21 @@ def activated_grouped_linear(
     weight: Parameter,
     groups: ExpertRows,
     products: Products = PLAIN,
+    *,
+    keeps_values: bool = False,
 ) -> Tensor:
     """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
 
     Args:
         input: [rows, width], sorted by expert, for an activation that maps them to [rows, in].
         scale: [rows], in fp32 or wider.
+        keeps_values: keep no codes of the input, whatever the products do: another product keeps its values.
 
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products)
+    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 
 

@@ -26,7 +26,7 @@ from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, LateGradient, Parameter, accumulate_grad, is_deferred
-from megalite.parallel.products import ALONE, PLAIN, Kept, Products, as_matrix
+from megalite.parallel.products import ALONE, PLAIN, Kept, Products, as_matrix, saved_by
 from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
 
@@ -88,9 +88,9 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights, whose products run beside the messages."""
         weights, b, update = ctx.weights, ctx.b, ctx.update
-        kept, inner = ctx.saved_tensors, ()
-        if update is not None:  # deferred gradients must not keep the graph
-            kept, inner = kept[:1], kept[1].detach()
+        kept, inner = saved_by(ctx), None
+        if update is not None:
+            kept, inner = kept[:1], kept[1]
         group: Group = ctx.group
         later = ctx.sequence_parallel and any(map(is_deferred, weights))
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
@@ -177,10 +177,10 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights."""
-        weights, update, kept = ctx.weights, ctx.update, ctx.saved_tensors
+        weights, update, kept = ctx.weights, ctx.update, saved_by(ctx)
         inner = None
         if update is not None:
-            inner, kept = kept[0].detach(), kept[1:]
+            inner, kept = kept[0], kept[1:]
         own, gathered_by = ctx.products.in_backward(gradients[0]), ALONE
         gradient = gradients[0]
         reads_values = update is not None or (weights[0].requires_grad and not is_deferred(weights[0]))

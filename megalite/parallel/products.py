@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,11 @@ Kept = tuple[Tensor | None, ...]
 def as_matrix(tensor: Tensor) -> Tensor:
     """View [..., width] as [rows, width]."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def saved_by(ctx: Any) -> Kept:
+    """Return what a forward has saved, without its graph, which gradients that are added later must not keep."""
+    return tuple(None if saved is None else saved.detach() for saved in ctx.saved_tensors)
 
 
 class Products:
@@ -87,13 +93,13 @@ class Products:
         """Return what is kept as a matrix [rows, width]."""
         (found,) = kept
         assert found is not None
-        return as_matrix(found.detach())  # a gradient that is added later must not keep the graph
+        return as_matrix(found)
 
     def gather(self, kept: Kept, group: Group) -> Callable[[], Kept]:
         """Begin to join the rows that ranks keep. The function that is returned waits for them."""
         (own,) = kept
         assert own is not None
-        pending = collectives.all_gather_async(own.detach(), group)
+        pending = collectives.all_gather_async(own, group)
         return lambda: (pending.wait(),)
 
     def in_backward(self, gradient: Tensor) -> Products:
@@ -127,9 +133,7 @@ class Products:
         matrices = _matrices(weight, offsets)
         return grouped_product(rows, matrices if backward else matrices.transpose(1, 2), offsets, ends), (rows,)
 
-    def weight_gradient_of_groups(
-        self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor
-    ) -> GroupedProductGradient:
+    def weight_gradient_of_groups(self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor) -> Gradient:
         """Return the product of [rows, out] and of the rows [rows, in] that are kept, for each group."""
         return GroupedProductGradient(gradient, self.values(kept, gradient.dtype), offsets, ends)
 
@@ -262,6 +266,10 @@ class RoundedProducts(Products):
         else:
             own, matrices = self._rounded(rows, recipe.forward, self.columns), tiles.forward
         return scaled_grouped_product(own, matrices, offsets, ends, recipe, rows.dtype), own
+
+    def weight_gradient_of_groups(self, gradient: Tensor, kept: Kept, offsets: Sequence[int], ends: Tensor) -> Gradient:
+        """See `Products`."""
+        return LateGradient(partial(super().weight_gradient_of_groups, gradient, kept, offsets, ends))
 
     def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
         """Return the codes and scales of a weight of so many matrices, one element, made once while they are kept."""

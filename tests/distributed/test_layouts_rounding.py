@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.layout_cell import make_cell
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
 from tests.distributed.test_checkpoint_layouts import Pair, check
+from tests.distributed.test_layouts_context import collectives_called
 from tests.harness.close import assert_gradient_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
@@ -66,6 +67,7 @@ LAYOUTS: dict[str, Row] = {
     "mx, activations again": {**MX, **SP, "dp": 1, "pp": 2, "schedule": "zb-h1", **AGAIN, "plain_layers": (0,)},
     "mx, activations of parts again": {**MX, "tp": 2, "dp": 1, "mlp_parts": 3, **AGAIN},
     "mx, experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "mixtral", **AGAIN},
+    "mx, shared experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "deepseek", **AGAIN},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
 OFTEN = ["fp4, tp2-sp"]
@@ -132,6 +134,36 @@ def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None
     cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2, compiled="aot_eager")
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
+
+
+@pytest.mark.wide
+@pytest.mark.bits
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_layers_with_adapters_on_their_second_matrix_leave_stored_codes_aside(
+    family: str, rank_pools: RankPools
+) -> None:
+    cell = make_cell({**MX, "dp": 1, "cp": 1, "adapters": "lora", "family": family}, steps=2)
+    aside, plain = run(rank_pools, [replace(cell, stores_activations=True), cell])
+    assert_same_bits(aside, plain, family)
+
+
+AGAIN_ROUNDED: Row = {**WHOLE, "dp": 1, "cp": 2, "rounds_weight_gradients": True, **AGAIN}
+TOGETHER: dict[str, Row] = {
+    "dense": {**AGAIN_ROUNDED, "recompute": "block"},
+    "gradients of values": AGAIN_ROUNDED | {"rounds_weight_gradients": False},
+    "adapters": {**AGAIN_ROUNDED, "adapters": "lora"},
+    "shared experts": {**AGAIN_ROUNDED, "family": "deepseek", "recompute": "experts"},
+    "depths": {**AGAIN_ROUNDED, "depths": 2, "recompute": "uniform"},
+    "depths with experts": {**AGAIN_ROUNDED, "family": "mixtral", "depths": 1, "recompute": "experts"},
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_ranks_do_together_for_scales_is_declared(name: str, rank_pools: RankPools) -> None:
+    for rank in rank_pools(2).run(collectives_called, make_cell(TOGETHER[name])):
+        for called, declared in rank:
+            assert called == declared > 0
 
 
 LOADS: dict[str, tuple[Row, Row]] = {
