@@ -202,7 +202,7 @@ class _RowParallel(torch.autograd.Function):
             with torch.enable_grad():
                 activated = ctx.activation(input.requires_grad_())
             (input_gradient,) = torch.autograd.grad(activated, input, input_gradient)
-            way, kept = own.again(activated.detach())
+            way, kept = own.keep_again(activated.detach())
         products: list[Gradient]
         if update is not None:
             products = [*(way.weight_gradient(part, kept) for part in parts), update.of_b(gradient_matrix, inner, 0)]

@@ -71,7 +71,7 @@ class Products:
 
     @property
     def inside_stored(self) -> Sequence[Inside]:
-        """The collectives of `keep` in forward, and of `again` in backward."""
+        """The collectives of `keep` in forward, and of `keep_again` in backward."""
         return ()
 
     def take(self, weight: Parameter, matrices: int = 1) -> None:
@@ -114,7 +114,7 @@ class Products:
         """Return the gradient of the weight: the product of [tokens, out] and of the kept input [tokens, in]."""
         return ProductGradient(gradient, self.values(kept, gradient.dtype))
 
-    def again(self, input: Tensor) -> tuple[Products, Kept]:
+    def keep_again(self, input: Tensor) -> tuple[Products, Kept]:
         """Return how the weight gradient of an input is computed that backward has computed again, and what of it."""
         return PLAIN, (input,)
 
@@ -252,7 +252,7 @@ class RoundedProducts(Products):
             return RoundedProductGradient(gradient, _tiles(kept), self.rounding.recipe, self.bound)
         return LateGradient(partial(super().weight_gradient, gradient, kept))
 
-    def again(self, input: Tensor) -> tuple[Products, Kept]:
+    def keep_again(self, input: Tensor) -> tuple[Products, Kept]:
         """See `Products`."""
         return (self, self.keep(input)) if self.rounding.weight_gradients else (PLAIN, (input,))
 
