@@ -36,8 +36,8 @@ LAYER = {
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
 ROUNDED = {
     # Four inputs and gradients, and four weights in forward and again in backward, whose codes nothing keeps here: each
-    # has two launches for its maximum and one for codes and scale, weights one to turn codes. Inputs are dequantized for
-    # weight gradients.
+    # has two launches for its maximum and one for codes and scale, weights one to turn codes. Inputs are dequantized
+    # for weight gradients.
     ("tensorwise", False): 91,
     # Not here: gradients are turned and rounded anew, codes of inputs turned, and products added in another launch.
     ("tensorwise", True): 103,
