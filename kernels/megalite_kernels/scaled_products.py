@@ -60,7 +60,7 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     The emulation returns float64 as it is; other dtypes are rounded to fp32 first.
 
     Raises:
-        ValueError: the device has no such product, see `refusal`, or not for these widths.
+        ValueError: the device has no such product, see `refusal`, or not for so many outputs.
     """
     if _is_emulated(a, recipe, dtype):
         return product_reference(a, b, recipe, dtype)
@@ -68,11 +68,9 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         from megalite_kernels.scaled_products_kernels import launch_product
 
         return launch_product(a, b, None, recipe.block, dtype)
-    (rows, columns), outputs = a.codes.shape, len(b.codes)
-    if columns % UNIT or outputs % UNIT:
-        raise ValueError(
-            f"a {recipe.name} product of {columns} columns and {outputs} outputs: a GPU multiplies multiples of {UNIT}"
-        )
+    rows, outputs = len(a.codes), len(b.codes)
+    if outputs % UNIT:
+        raise ValueError(f"a {recipe.name} product has {outputs} outputs: a GPU's have multiples of {UNIT}")
     if not rows:
         return a.codes.new_empty(0, outputs, dtype=dtype)
     kind = F.ScalingType
@@ -81,7 +79,14 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     else:
         padded = F.pad(b.scales, (0, -b.scales.shape[1] % SCALES_OF_SQUARES)).contiguous()
         scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
-    return F.scaled_mm(a.codes, b.codes.contiguous().t(), *scales[0], *scales[1], output_dtype=dtype)
+    first, second = _filled(a.codes), _filled(b.codes.contiguous())
+    return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
+
+
+def _filled(codes: Tensor) -> Tensor:
+    """Add columns of zeros, which change no sum: those of a weight gradient are tokens, of any number."""
+    missing = -codes.shape[1] % UNIT
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
 def grouped_product(

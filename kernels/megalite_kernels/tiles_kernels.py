@@ -13,7 +13,7 @@ from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.quantization_kernels import dequantized
 from megalite_kernels.recipes import Recipe, Scaling
-from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales
 
 TILE = 2048  # elements of a program
 BLOCK_OF_ONE_SCALE = 128  # elements of a row that a program has together
@@ -86,24 +86,47 @@ def _inner_scales(
     return tl.where(finite, codes, 127), tl.where(finite, factors, 0.0)
 
 
+@triton.jit
+def _elements(
+    values: tl.tensor, elements: tl.tensor, UNIT: tl.constexpr, SIZE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the SIZE elements of a program in fp32, their places, and which there are; UNIT share a mask bit."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place // UNIT < elements // UNIT
+    return tl.load(values + place, mask=inside, other=0.0).to(tl.float32), place, inside
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _largest_of_parts(
+    values: tl.tensor, tops: tl.tensor, elements: tl.tensor, UNIT: tl.constexpr, SIZE: tl.constexpr
+) -> None:
+    """Write the largest magnitude of SIZE elements, infinity for NaN."""
+    x, _, _ = _elements(values, elements, UNIT, SIZE)
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    tl.store(tops + tl.program_id(0), tl.minimum(top, 0x7F800000).to(tl.float32, bitcast=True))
+
+
 @triton.jit(do_not_specialize=["elements"])
 def _quantize_tensor(
     values: tl.tensor,
-    factor: tl.tensor,
+    top: tl.tensor,
     codes: tl.tensor,
+    scale: tl.tensor,
     elements: tl.tensor,
     MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SCALING: tl.constexpr,
     UNIT: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Quantize SIZE elements by one factor. UNIT: elements that share a mask bit."""
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = place // UNIT < elements // UNIT
-    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
-    found = _codes(x, tl.load(factor), MANTISSA, LOWEST, LARGEST)
+    """Quantize SIZE elements by the one scale of a tensor, which the first program writes."""
+    x, place, inside = _elements(values, elements, UNIT, SIZE)
+    own, factor = _scales(tl.load(top).to(tl.int32, bitcast=True), LARGEST, 0, GREATEST, SCALING)
+    found = _codes(x, factor, MANTISSA, LOWEST, LARGEST)
     tl.store(codes + place, found.to(tl.uint8), mask=inside)
+    tl.store(scale, own, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
@@ -225,6 +248,22 @@ def _empty_codes(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=like.device)
 
 
+def _parts_of_tensor(values: Tensor) -> tuple[int, int, int, int]:
+    """Return the programs, at least one, the elements that share a mask bit, those of a program, and its warps."""
+    shape = tile(TILE, largest=TILE)
+    size = shape.rows * TILE
+    return max(-(-values.numel() // size), 1), unit(values.numel()), size, shape.warps
+
+
+def launch_largest(values: Tensor) -> Tensor:
+    """Return the largest magnitude of all values, an fp32 scalar, infinity for NaN: see `tiles.largest`."""
+    values = values.contiguous()
+    programs, wide, size, warps = _parts_of_tensor(values)
+    tops = torch.empty(programs, dtype=torch.float32, device=values.device)
+    _largest_of_parts[(programs,)](values, tops, values.numel(), wide, size, num_warps=warps)
+    return tops.amax()
+
+
 def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None) -> Tiles:
     """Return the tiles of rows, [rows, columns]."""
     values = values.contiguous()
@@ -232,17 +271,16 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     codes = _empty_codes(values, *values.shape)
     of_format = codes if format == torch.float4_e2m1fn_x2 else codes.view(format)
     (rows, columns), block = values.shape, recipe.block
+    number, kept = _SCALING[recipe.scaling]
     if not block:
         assert top is not None
-        scale, factor = scales_of(top, recipe, code)
-        shape, wide = tile(TILE, largest=TILE), unit(values.numel())
-        size = shape.rows * TILE
-        if values.numel():
-            _quantize_tensor[(-(-values.numel() // size),)](
-                *(values, factor, codes, values.numel(), mantissa, lowest, code, wide, size), num_warps=shape.warps
-            )
+        scale = torch.empty((), dtype=kept, device=values.device)
+        programs, wide, size, warps = _parts_of_tensor(values)
+        _quantize_tensor[(programs,)](
+            *(values, top, codes, scale, values.numel(), mantissa, lowest, code, GREATEST, number, wide, size),
+            num_warps=warps,
+        )
         return Tiles(of_format, scale)
-    number, kept = _SCALING[recipe.scaling]
     outer = outer_scales(top, code) if recipe.scaling == "two levels" and top is not None else None
     blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
     small = torch.uint8 if kept.itemsize == 1 else kept

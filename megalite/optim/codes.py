@@ -37,7 +37,7 @@ class BucketCodes:
         for slot in slots:
             # Products find codes. Whatever else reads a value finds NaN.
             slot.parameter.data = slot.parameter.new_full((), math.nan).expand(slot.parameter.shape)
-            slot.parameter.codes = []
+            slot.parameter.keeps_codes = True
 
     def keep(self) -> None:
         """Keep codes that are made from now on, until `drop`."""
@@ -62,7 +62,7 @@ class BucketCodes:
         for slot, scales in zip(self._slots, self._scales, strict=True):
             matrices = _coded(slot).matrices
             own = codes[slot.start : slot.stop].view(matrices.recipe.forward)
-            slot.parameter.codes = [matrices.tiles(own, scales)]
+            slot.parameter.codes = matrices.tiles(own, scales)
 
     def _agreed(self, values: Tensor) -> Tensor:
         """Return the largest magnitudes of all tiles, [tiles], one weight after the other."""

@@ -220,7 +220,7 @@ class RoundedProducts(Products):
     def forward(self, input: Tensor, weight: Parameter, gathered: Group) -> tuple[Tensor, Kept]:
         """See `Products`. Codes are gathered, not values."""
         own = self._rounded(as_matrix(input), self.rounding.recipe.forward, self.columns)
-        found = self._product(_gathered(own, gathered)(), self.tiles(weight)[0].forward, input.dtype)
+        found = self._product(_gathered(own, gathered)(), self.tiles(weight).forward, input.dtype)
         return found.view(-1, *input.shape[1:-1], found.shape[1]), own
 
     def keep(self, values: Tensor) -> Kept:
@@ -244,7 +244,7 @@ class RoundedProducts(Products):
     def input_gradient(self, gradient: Tensor, weight: Parameter, gathered: Group) -> Tensor:
         """See `Products`."""
         own = self._rounded(gradient, self.rounding.recipe.backward, self.rows, self.bound)
-        return self._product(_gathered(own, gathered)(), self.tiles(weight)[0].backward, gradient.dtype)
+        return self._product(_gathered(own, gathered)(), self.tiles(weight).backward, gradient.dtype)
 
     def weight_gradient(self, gradient: Tensor, kept: Kept) -> Gradient:
         """See `Products`."""
@@ -260,7 +260,7 @@ class RoundedProducts(Products):
         self, rows: Tensor, weight: Parameter, offsets: Sequence[int], ends: Tensor, *, backward: bool = False
     ) -> tuple[Tensor, Kept]:
         """See `Products`. A row's scales are its own, whatever other rows a rank has of its group."""
-        recipe, (tiles,) = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
+        recipe, tiles = self.rounding.recipe, self.tiles(weight, len(offsets) - 1)
         if backward:
             own, matrices = self._rounded(rows, recipe.backward, self.rows), tiles.backward
         else:
@@ -271,14 +271,14 @@ class RoundedProducts(Products):
         """See `Products`."""
         return LateGradient(partial(super().weight_gradient_of_groups, gradient, kept, offsets, ends))
 
-    def tiles(self, weight: Parameter, groups: int = 1) -> list[WeightTiles]:
-        """Return the codes and scales of a weight of so many matrices, one element, made once while they are kept."""
-        if weight.codes:
+    def tiles(self, weight: Parameter, groups: int = 1) -> WeightTiles:
+        """Return the codes and scales of a weight of so many matrices, made once while they are kept."""
+        if weight.codes is not None:
             return weight.codes
         values = weight.detach()
-        found = [quantize_weight(values, self.rounding.recipe, groups, *self._tops(values, groups))]
-        if weight.codes is not None:
-            weight.codes += found
+        found = quantize_weight(values, self.rounding.recipe, groups, *self._tops(values, groups))
+        if weight.keeps_codes:
+            weight.codes = found
         return found
 
     @property
@@ -377,11 +377,11 @@ def kept_codes(networks: Iterable[nn.Module]) -> Iterator[None]:
     are gathered in their place stay as they are.
     """
     every = (each for network in networks for each in network.parameters() if isinstance(each, Parameter))
-    weights = [each for each in every if each.codes is None]
+    weights = [each for each in every if not each.keeps_codes]
     for weight in weights:
-        weight.codes = []
+        weight.keeps_codes = True
     try:
         yield
     finally:
         for weight in weights:
-            weight.codes = None
+            weight.keeps_codes, weight.codes = False, None

@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels import scaled_products
 from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.launch import recorded_launches
 from megalite_kernels.recipes import Recipe, recipe
-from megalite_kernels.scaled_products import grouped_product, product, refusal, rows_of
+from megalite_kernels.scaled_products import grouped_product, product, product_reference, refusal, rows_of
 from megalite_kernels.tile_scales import Tiles
 from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight, values_of
 from tests.harness.low_bits import E2M1, E4M3, E5M2, Part, Table, quantized, row_scale
@@ -312,8 +314,9 @@ def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
         assert product(rows_of(rows, 0, 0), tiles, by, torch.bfloat16).shape == (0, tiles.codes.shape[0])
     odd = _on_meta(quantize(numbers(16, 200), by, by.forward))
     if name == "tensorwise":
-        with pytest.raises(ValueError, match="tensorwise product of 200 columns and 16 outputs: a GPU multiplies mul"):
-            product(odd, odd, by, torch.bfloat16)
+        assert product(odd, odd, by, torch.bfloat16).shape == (16, 16)
+        with pytest.raises(ValueError, match="a tensorwise product has 15 outputs: a GPU's have multiples of 16"):
+            product(odd, rows_of(odd, 0, 15), by, torch.bfloat16)
         return
     with recorded_launches(lambda kernel, tensors: launched.append(kernel)):
         ends, half = torch.tensor([0, 48], dtype=torch.int32, device="meta"), weight[0].codes.shape[0] // 2
@@ -326,6 +329,23 @@ def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
         assert product(rows, short, by, torch.float32).shape == (48, 200)
         assert product(rows, rows, by, torch.float32).shape == (48, 48)
     assert launched == ["_quantize_squares", *["multiply_codes"] * 4]
+
+
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_any_number_of_tokens_is_multiplied_for_weight_gradients(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is given columns that are filled with zeros, whose product is that of the emulation."""
+    by, given = RECIPES["tensorwise"], list[Tensor]()
+
+    def multiply(a: Tensor, b: Tensor, a_scale: Tensor, _a: Any, b_scale: Tensor, _b: Any, **_options: Any) -> Tensor:
+        given.extend((a, b))
+        return product_reference(Tiles(a, a_scale), Tiles(b.t(), b_scale), by, torch.float32)
+
+    monkeypatch.setattr(F, "scaled_mm", multiply)
+    monkeypatch.setattr(scaled_products, "_is_emulated", lambda *_: False)
+    a, b = (quantize(numbers(rows, tokens), by, by.forward) for rows in (5, 16))
+    assert torch.equal(product(a, b, by, torch.float32), product_reference(a, b, by, torch.float32))
+    assert [each.shape for each in given] == [(5, -(-tokens // 16) * 16), (-(-tokens // 16) * 16, 16)]
+    assert given[1].t().is_contiguous()
 
 
 @pytest.mark.usefixtures("_planned_gpu")

@@ -197,7 +197,7 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
             run_backward([get_gradient_edge(each) for each in outputs], gradients)
         backward_peak = recorder.peak - at_backward
         parameters = unique_parameters(chunk)
-        rounded = _elements(each for each in parameters if each.codes)
+        rounded = _elements(each for each in parameters if each.codes is not None)
     mesh.traffic.listener = None
     work = recorder.work
     forward = work.get("F", Work())
