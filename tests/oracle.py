@@ -67,7 +67,6 @@ class Oracle(Latents):
     """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
-    around_activation: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None  # which calls it
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu, exact_geglu or quick_geglu
     glu_offset: float = 0.0  # of the up projection
     glu_limit: float = math.inf  # of the gate from above, and of the up projection on both sides
@@ -264,9 +263,6 @@ class Oracle(Latents):
 
     def activate(self, up: Tensor) -> Tensor:
         """The activation of `[..., 2, ffn]` with a gate, else of `[..., ffn]`."""
-        return self._activated(up) if self.around_activation is None else self.around_activation(up, self._activated)
-
-    def _activated(self, up: Tensor) -> Tensor:
         if self.activation.endswith("glu"):
             gate, up = up.unbind(-2)
             up = up.clamp(-self.glu_limit, self.glu_limit) + self.glu_offset

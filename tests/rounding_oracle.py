@@ -11,12 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
+
+from tests.oracle import Oracle
 
 ROUNDED = re.compile(
     r"layers\.(\d+)\.(attention\.(query|gate|key_value|output)|(mlp|moe\.shared)\.(up|gate_up|down)"
@@ -223,6 +226,10 @@ class RoundedLinears(TorchFunctionMode):
         """Addresses of matrices of experts, whose activations backward always computes again."""
         self._is_rounded = False
         """True if the last product was."""
+        activate = Oracle.activate
+        self._patch = mock.patch.object(
+            Oracle, "activate", lambda oracle, up: self._activated(up, functools.partial(activate, oracle))
+        )
         self._together: dict[int, list[Tensor]] = {}
         """Matrices that are multiplied together, by the address of each."""
         rounded = [name for name in weights if rule.rounds(name)]
@@ -263,7 +270,17 @@ class RoundedLinears(TorchFunctionMode):
         output, bias = self._made.pop(address), args[2] if len(args) > 2 else None
         return output if bias is None else output + bias
 
-    def activated(self, up: Tensor, activation: Activation) -> Tensor:
+    def __enter__(self) -> Any:
+        """Put activations in the oracle's place, too."""
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Undo it."""
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def _activated(self, up: Tensor, activation: Activation) -> Tensor:
         """The activation behind the last product."""
         if not (self._rule.stores_activations and self._is_rounded):
             return activation(up)

@@ -191,7 +191,6 @@ def expected(alone: Cell) -> Expected:
         if alone.recipe is not None:
             each = alone.recipe, alone.hybrid, alone.rounds_weight_gradients, alone.plain_layers
             rule = RoundedLinears(used, Rule(*each, alone.stores_activations))
-            model = replace(model, around_activation=rule.activated)
         with nullcontext() if rule is None else rule:
             normed = model.normed(used, *fields, dropped, routing)
         logits = model.logits_of(used, normed)
