@@ -77,7 +77,8 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if not recipe.block:
         scales = ((a.scales, kind.TensorWise), (b.scales, kind.TensorWise))
     else:
-        padded = F.pad(b.scales, (0, -b.scales.shape[1] % SCALES_OF_SQUARES)).contiguous()
+        missing = -b.scales.shape[1] % SCALES_OF_SQUARES
+        padded = F.pad(b.scales, (0, missing)) if missing else b.scales.contiguous()
         scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
     first, second = _filled(a.codes), _filled(b.codes.contiguous())
     return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
