@@ -116,7 +116,11 @@ def test_a_search_with_gathers_of_codes_is_among_layouts_of_zero_3() -> None:
 @pytest.mark.parametrize(
     ("cluster", "flags", "message"),
     [
-        ("A100-SXM-80GB", BLOCKWISE, r"^--fp8-recipe blockwise with --cluster A100-SXM-80GB: .* Ada, Hopper, Blackwell alone, "),
+        (
+            "A100-SXM-80GB",
+            BLOCKWISE,
+            r"^--fp8-recipe blockwise with --cluster A100-SXM-80GB: .* Ada, Hopper, Blackwell alone, ",
+        ),
         ("MI300X", TENSORWISE, r"^--fp8-recipe tensorwise with --cluster MI300X: .* Ada, Hopper, Blackwell alone, "),
         ("H100-SXM", "--fp8-format e4m3 --fp8-recipe mxfp8", "^--fp8-recipe mxfp8: mxfp8 runs on CPUs alone"),
         (
