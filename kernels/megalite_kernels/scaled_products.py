@@ -1,8 +1,9 @@
 """Products of tiles: on GPUs torch's or those of Triton's kernel, else an emulation with the same bits everywhere.
 
-With a scale for a tensor they are torch's. With scales for blocks, torch has a product on Hopper alone, of activations
-and a weight whose widths are multiples of a block. Triton's kernel is for all others, those of experts, which are one
-launch whatever the number of groups, and those along tokens, whose operands both have scales of parts of rows.
+With a scale for a tensor they are torch's. With scales for blocks, torch has a product on Hopper alone, of activations,
+a multiple of four rows, and a weight whose widths are multiples of a block. Triton's kernel is for all others, those of
+experts, which are one launch whatever the number of groups, and those along tokens, whose operands both have scales of
+parts of rows.
 
 The emulation multiplies codes in float64 block by block. The sum of a block is exact in any order for up to 2^17
 products of e4m3 codes. It is multiplied with its two scales, one after the other, and blocks are added in order. With
@@ -33,6 +34,7 @@ from megalite_kernels.tiles import values_of
 EXACT_COLUMNS = 1024  # of products of e2m1 codes and their e4m3 scales
 UNIT = 16  # widths of torch's products are multiples of it
 SCALES_OF_SQUARES = 4  # blocks of a column of scales: cuBLAS reads 16 bytes of them at once
+SCALES_OF_ROWS = 4  # rows of a column of scales, for the same reason
 
 
 @cache
@@ -64,7 +66,7 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """
     if _is_emulated(a, recipe, dtype):
         return product_reference(a, b, recipe, dtype)
-    if recipe.block and not _takes_scaled_mm(b, recipe):
+    if recipe.block and not _takes_scaled_mm(a, b, recipe):
         from megalite_kernels.scaled_products_kernels import launch_product
 
         return launch_product(a, b, None, recipe.block, dtype)
@@ -127,9 +129,11 @@ def _is_emulated(a: Tiles, recipe: Recipe, dtype: torch.dtype) -> bool:
     return not (recipe.in_squares and current().runs_triton("scaled_products", a.codes))
 
 
-def _takes_scaled_mm(b: Tiles, recipe: Recipe) -> bool:
+def _takes_scaled_mm(a: Tiles, b: Tiles, recipe: Recipe) -> bool:
     """Tell whether torch has the product: of rows and squares of whole blocks, on Hopper. Plans are of such GPUs."""
     if any(width % recipe.block for width in b.codes.shape) or len(b.scales) == len(b.codes):
+        return False
+    if len(a.codes) % SCALES_OF_ROWS:
         return False
     device = b.codes.device
     return device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))

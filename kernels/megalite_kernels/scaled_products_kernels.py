@@ -74,12 +74,12 @@ def multiply_codes(
             within = block * BLOCK + inner < columns
             a = tl.load(left + block * BLOCK, present[:, None] & within[None, :], 0.0)
             b = tl.load(right + block * BLOCK, within[:, None] & inside[None, :], 0.0)
-            scale = tl.load(of_left + block, present, 0.0)
-            found = tl.dot(a, b)
-            if SQUARES:
-                total += found * (scale * tl.load(of_square + block))[:, None]
+            scale = tl.load(of_left + block, present, 0.0)[:, None]
+            if SQUARES:  # loaded before the product, so that it arrives while tensor cores multiply
+                scale = scale * tl.load(of_square + block)
             else:
-                total += found * (scale[:, None] * tl.load(of_right + block * (GROUPS * OUT), inside, 0.0)[None, :])
+                scale = scale * tl.load(of_right + block * (GROUPS * OUT), inside, 0.0)[None, :]
+            total += tl.dot(a, b) * scale
         place = output + row[:, None] * OUT + out[None, :]
         tl.store(place, total.to(output.dtype.element_ty), present[:, None] & inside[None, :])
 

@@ -300,8 +300,8 @@ def _planned_gpu() -> Iterator[None]:
 def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
     """Both products of a weight, whose blocks are not a multiple of four in one of them, and those of groups.
 
-    Triton's kernel multiplies groups, two operands with parts of rows, and widths that are no multiples of blocks. One
-    launch quantizes the matrices of all groups, and one multiplies.
+    Triton's kernel multiplies groups, two operands with parts of rows, widths that are no multiples of blocks, and rows
+    that are none of four. One launch quantizes the matrices of all groups, and one multiplies.
     """
     by, launched = RECIPES[name], list[str]()
     weight = (
@@ -327,8 +327,10 @@ def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
         assert product(odd, odd, by, torch.float32).shape == (16, 16)
         short = _on_meta(quantize_weight(numbers(200, 1152), by).forward)
         assert product(rows, short, by, torch.float32).shape == (48, 200)
+        for count in (1, 2, 47):  # whose columns of scales are not whole accesses of 16 bytes
+            assert product(rows_of(rows, 0, count), weight[0], by, torch.float32).shape == (count, 256)
         assert product(rows, rows, by, torch.float32).shape == (48, 48)
-    assert launched == ["_quantize_squares", *["multiply_codes"] * 4]
+    assert launched == ["_quantize_squares", *["multiply_codes"] * 7]
 
 
 @pytest.mark.parametrize("tokens", [32, 37])

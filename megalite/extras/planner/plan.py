@@ -30,8 +30,8 @@ from megalite.training.data import known_vocabulary
 from megalite.training.kernels import require_equal_dropout, require_recipe
 
 GIB = 2**30
-_GENERATIONS = {"tensorwise": ("Ada", "Hopper", "Blackwell"), "blockwise": ("Hopper",)}
-"""Generations of GPUs that run a recipe's products, as `scaled_products.refusal` tells them apart."""
+_WITH_FP8 = ("Ada", "Hopper", "Blackwell")
+"""Generations of GPUs that run products in FP8, as `scaled_products.refusal` tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -240,15 +240,15 @@ class Planner:
 def _require_products(config: RunConfig, cluster: Cluster) -> None:
     """Raise ConfigurationError if the GPUs of a cluster do not multiply in the few bits that a run asks for."""
     low, gpu = config.low_precision, cluster.gpu
-    if low.recipe is None or gpu.is_cpu:
+    if low.recipe is None or gpu.is_cpu or config.kernels.kernels == "reference":  # emulated
         return
     with planned_kernels(config.kernels):
         require_recipe(config, META)
-    known = gpu.generation is None or gpu.generation in _GENERATIONS[low.recipe]
+    known = gpu.generation is None or gpu.generation in _WITH_FP8
     if not known or "float8" not in gpu.peak:
         raise ConfigurationError(
             f"{low.flag} with --cluster {cluster.name}: a run has these products on GPUs of the generations "
-            f"{', '.join(_GENERATIONS[low.recipe])} alone, and a plan needs their peak (float8, see clusters.toml): "
+            f"{', '.join(_WITH_FP8)} alone, and a plan needs their peak (float8, see clusters.toml): "
             "give such a cluster, or plan without the flag"
         )
 

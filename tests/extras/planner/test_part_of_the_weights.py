@@ -116,8 +116,11 @@ def test_a_search_with_gathers_of_codes_is_among_layouts_of_zero_3() -> None:
 @pytest.mark.parametrize(
     ("cluster", "flags", "message"),
     [
-        ("A100-SXM-80GB", BLOCKWISE, r"^--fp8-recipe blockwise with --cluster A100-SXM-80GB: .* Hopper alone, "),
-        ("B200", BLOCKWISE, r"^--fp8-recipe blockwise with --cluster B200: "),
+        (
+            "A100-SXM-80GB",
+            BLOCKWISE,
+            r"^--fp8-recipe blockwise with --cluster A100-SXM-80GB: .* Ada, Hopper, Blackwell alone, ",
+        ),
         ("MI300X", TENSORWISE, r"^--fp8-recipe tensorwise with --cluster MI300X: .* Ada, Hopper, Blackwell alone, "),
         ("H100-SXM", "--fp8-format e4m3 --fp8-recipe mxfp8", "^--fp8-recipe mxfp8: mxfp8 runs on CPUs alone"),
         (
@@ -131,6 +134,13 @@ def test_a_search_with_gathers_of_codes_is_among_layouts_of_zero_3() -> None:
 def test_what_a_plan_cannot_say_is_refused(cluster: str, flags: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Planner(completed(f"{FLAGS} {flags}".split()), find_cluster(cluster), RANKS)
+
+
+@pytest.mark.parametrize("flags", [BLOCKWISE, "--fp8-format e4m3 --fp8-recipe mxfp8 --kernels reference"])
+def test_gpus_that_run_a_recipe_are_planned(flags: str) -> None:
+    """Every GPU with FP8 runs blocks, and every one emulates."""
+    planner = Planner(completed(f"{FLAGS} {flags}".split()), find_cluster("B200"), RANKS)
+    assert planner.plan(planner.config).step.seconds > 0
 
 
 def test_frozen_weights_have_no_messages_of_gradients() -> None:

@@ -264,7 +264,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
         yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if planner.config.low_precision.recipe is not None:
         how = "are emulated, as a run does on CPUs"
-        if not planner.cluster.gpu.is_cpu:
+        if not planner.cluster.gpu.is_cpu and planner.config.kernels.kernels != "reference":
             how = "are taken to reach the share of FP8's peak that those of bf16 reach of theirs; MFU is of bf16's peak"
         yield f"products of {planner.config.low_precision.flag} {how}"
     if not as_given:
