@@ -114,6 +114,15 @@ def collected_tests() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
+def deterministic_mode_as_before() -> Iterator[None]:
+    """Leave torch's deterministic mode, which is the process's, to the next test as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    if torch.are_deterministic_algorithms_enabled() != before:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
 def stop_signals_as_before() -> Iterator[None]:
     """Bring back the handlers: an ignored SIGTERM would be passed on to every program that a later test starts."""
     before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
