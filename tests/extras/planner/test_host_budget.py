@@ -42,8 +42,8 @@ ROUNDED = {
     # Not here: gradients are turned and rounded anew, codes of inputs turned, and products added in another launch.
     ("tensorwise", True): 103,
     # No maxima, and codes are written turned, too; scales are copied to where torch's products take them.
-    ("blockwise", False): 71,
-    ("blockwise", True): 95,
+    ("blockwise", False): 63,
+    ("blockwise", True): 87,
 }
 """Launches of the same with products in 8 bits, by recipe and --fp8-wgrad."""
 OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
