@@ -23,7 +23,7 @@ FLAGS = f"""--num-layers 2 --hidden-size 256 --num-attention-heads {HEADS} --ffn
 --vocab-size 999 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 2 --bf16 --lr 1
 --train-iters 1"""
 SCORES = 2 * HEADS * LENGTH**2  # bytes in bf16
-MASK = 2 * LENGTH**2  # of all layers: numbers in bf16 to add to the scores
+MASK = 2 * LENGTH**2 + 2**21  # of all layers: numbers in bf16 to add to the scores; and what this operator keeps beside
 IN_BLOCKS = 2**20
 """More than lists of blocks, and what a first key per token, take."""
 ON_A_GPU = {
