@@ -29,7 +29,7 @@ from megalite_kernels.implementation import current, is_installed, on_gpu
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.tile_scales import Tiles
-from megalite_kernels.tiles import values_of
+from megalite_kernels.tiles import filled, values_of
 
 EXACT_COLUMNS = 1024  # of products of e2m1 codes and their e4m3 scales
 UNIT = 16  # widths of torch's products are multiples of it
@@ -82,14 +82,8 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
         missing = -b.scales.shape[1] % SCALES_OF_SQUARES
         padded = F.pad(b.scales, (0, missing)) if missing else b.scales.contiguous()
         scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
-    first, second = _filled(a.codes), _filled(b.codes.contiguous())
+    first, second = filled(a.codes, UNIT), filled(b.codes, UNIT)  # columns of a weight gradient are tokens
     return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
-
-
-def _filled(codes: Tensor) -> Tensor:
-    """Add columns of zeros, which change no sum: those of a weight gradient are tokens, of any number."""
-    missing = -codes.shape[1] % UNIT
-    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes
 
 
 def grouped_product(

@@ -10,7 +10,6 @@ A row's numbers are the same in any group and beside any others: rows are filled
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from megalite_kernels.grouped_kernels import NEIGHBOURS, SIDE, WARPS, numbers, side, tile_of_groups
 from megalite_kernels.launch import UNIT
 from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tiles import filled
 
 STAGES = 3  # of 32 KiB: with more, they do not fit into the shared memory of compute capability 8.9
 
@@ -100,7 +100,7 @@ def launch_product(a: Tiles, b: Tiles, ends: Tensor | None, block: int, dtype: t
     squares, scales = (False, b.scales.t()) if len(b.scales) == len(b.codes) else (True, b.scales)
     output = torch.empty(count, outputs, dtype=dtype, device=a.codes.device)
     if output.numel():
-        codes, matrices = (_aligned(part.codes) for part in (a, b))
+        codes, matrices = (filled(part.codes, UNIT) for part in (a, b))  # rows of whole accesses; blocks stay as many
         wide = min(side(outputs), block)
         most = -(-count // SIDE) + (0 if ends is None else groups)  # a group's last tile may be almost empty
         multiply_codes[(most * -(-outputs // wide),)](
@@ -111,9 +111,3 @@ def launch_product(a: Tiles, b: Tiles, ends: Tensor | None, block: int, dtype: t
             num_stages=STAGES,
         )
     return output
-
-
-def _aligned(codes: Tensor) -> Tensor:
-    """Return codes in rows of whole accesses, filled up with zeros: a copy if they are not. Blocks stay as many."""
-    short = -codes.shape[1] % UNIT
-    return F.pad(codes.view(torch.uint8), (0, short)).view(codes.dtype) if short else codes.contiguous()

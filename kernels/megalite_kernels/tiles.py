@@ -175,6 +175,12 @@ def transposed(stacked: Tensor, matrices: int) -> Tensor:
     return stacked.unflatten(0, (matrices, -1)).transpose(1, 2).flatten(0, 1)
 
 
+def filled(codes: Tensor, unit: int) -> Tensor:
+    """Return codes of 8 bits, contiguous, with columns of zeros up to a multiple of `unit`, which change no sum."""
+    missing = -codes.shape[1] % unit
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes.contiguous()
+
+
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """Return the values of tiles [rows, columns]: computed in fp32, or in fp64 if that is asked for."""
     of_rows = tiles.scales.dim() == 0 or len(tiles.scales) == len(tiles.codes)
