@@ -155,7 +155,7 @@ class _RowParallel(torch.autograd.Function):
         inner = [] if update is None else [torch.mm(as_matrix(input), weights[-2].t())]
         kept: Kept | None = None
         if activation is not None:
-            kept, input = products.keep(input), activation(input)
+            kept = products.keep(input)
         elif update is not None:
             kept = (input,)
         if unread:
@@ -164,6 +164,8 @@ class _RowParallel(torch.autograd.Function):
                 inner[0].mul_(update.scale)
             sequence = len(input) // group.size if sequence_parallel else len(input)
             return input.new_zeros(sequence, *input.shape[1:-1], width)
+        if activation is not None:
+            input = activation(input)
         # A new tensor: it can be changed and reduced in place.
         if multiplied:
             term, of_product = products.forward(input, multiplied[0], ALONE)
