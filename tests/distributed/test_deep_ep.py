@@ -161,7 +161,6 @@ def reason_for(
 
 def test_what_it_needs_is_checked_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", stand_in)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # whatever ran before
     assert reason_for() is None
     assert deep_ep.why_unavailable(64, 2, torch.bfloat16, CPU) == "DeepEP needs a GPU"
     assert "H100" in str(reason_for(capability=(8, 0)))
