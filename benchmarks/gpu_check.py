@@ -34,7 +34,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_as_rank, gpu_lowbits, gpu_offload, gpu_own_model, gpu_rounded_training, gpu_speed, kernels
+from benchmarks import (
+    gpu_as_rank,
+    gpu_lowbits,
+    gpu_offload,
+    gpu_own_model,
+    gpu_rounded_training,
+    gpu_scaled_products,
+    gpu_speed,
+    kernels,
+)
 from benchmarks.gpu_compression import COPIES, compare_with_copy
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways, time_parts
 from benchmarks.gpu_experts import (
@@ -57,6 +66,8 @@ from benchmarks.gpu_state import card_name
 from benchmarks.gpu_training import TOLERANCE, check_checkpoints, compare
 from benchmarks.results import PACKAGES, RESULTS, versions
 from megalite_kernels.cases import cases
+from megalite_kernels.recipes import recipe
+from megalite_kernels.scaled_products import refusal
 
 NO_TIME = "no time was left"
 
@@ -255,8 +266,9 @@ def check_lowbits(report: Report) -> None:
     errors = gpu_lowbits.product_errors(report.device)
     report.tell("lowbits", {"error of products": errors}, f"error of products: {_words(errors)}")
     for name, error in errors.items():
-        if isinstance(error, float) and not error <= gpu_lowbits.TOLERANCE:
+        if isinstance(error, float) and not error <= gpu_scaled_products.TOLERANCE:
             report.fail(f"lowbits: {name} product")
+    check_scaled_products(report)
     for name, share in gpu_lowbits.bandwidths(report.device):
         report.tell("lowbits", {"operation": name, "bandwidth of a copy": share}, f"{name}: {share:.0%} of a copy")
         if report.gpu and not share >= gpu_lowbits.BANDWIDTH:
@@ -268,13 +280,35 @@ def check_lowbits(report: Report) -> None:
     check_rounded_training(report)
 
 
+def check_scaled_products(report: Report) -> None:
+    """Triton's products of blocks beside the emulation's, those of groups beside whole ones, and the time of both."""
+    if problem := refusal(recipe("blockwise"), torch.device(report.device)):
+        report.tell("lowbits", {"Triton's products": problem}, f"Triton's products: {problem}")
+        return
+    errors = gpu_scaled_products.errors(report.device)
+    report.tell("lowbits", {"error of Triton's products": errors}, f"error of Triton's products: {_words(errors)}")
+    for name, error in errors.items():
+        if not error <= gpu_scaled_products.TOLERANCE:
+            report.fail(f"lowbits: Triton's product {name}")
+    different = gpu_scaled_products.different_numbers(report.device)
+    words = f"numbers of groups that are not those of their own product: {_words(different)}"
+    report.tell("lowbits", {"numbers of groups that differ": different}, words)
+    if any(different.values()):
+        report.fail("lowbits: Triton's products of groups")
+    times = gpu_scaled_products.times(report.device)
+    report.tell("lowbits", {"time of Triton's products": times}, f"time of Triton's products: {_words(times)}")
+    if report.gpu and times["experts of bf16"] > gpu_scaled_products.SLOWEST:
+        report.warn(f"lowbits: products of experts take {times['experts of bf16']:.2f} of the time of bf16's")
+
+
 def check_rounded_training(report: Report) -> None:
     """Training in 8 bits beside bf16's: kept activations, losses against the CPU's, and the time of a step."""
     kept = gpu_rounded_training.kept_bytes(report.device)
-    share = kept.get("blockwise", 0) / kept["bf16"]
-    report.tell("lowbits", {"bytes kept for backward": kept}, f"bytes kept for backward: {_words(kept)}")
-    if report.gpu and share > gpu_rounded_training.KEPT:
-        report.warn(f"lowbits: blockwise layers keep {share:.2f} of the bytes that they keep in bf16")
+    shares = {name: size / kept["bf16"] for name, size in kept.items()}
+    report.tell("lowbits", {"bytes kept for backward": kept}, f"bytes kept for backward, of bf16's: {_words(shares)}")
+    least = gpu_rounded_training.LEAST
+    if report.gpu and shares.get(least, 0.0) > gpu_rounded_training.KEPT:
+        report.warn(f"lowbits: layers with {least} keep {shares[least]:.2f} of the bytes that they keep in bf16")
     if report.gpu:
         torch.cuda.empty_cache()  # trainings are in processes of their own
     distances = gpu_rounded_training.distances(report.device, report.gpus, report.deadline)

@@ -98,7 +98,7 @@ def own_layers(config: RunConfig, layers: int) -> tuple[Pass, Optimizer]:
     mesh = UnconnectedMesh(rank=0, world_size=1, device=META, **config.parallel.mesh_sizes)
     part = StageLayers(1, layers, embedding=False, loss=False)  # not the first layer: a stage's input is another's
     dtype = builder.model_dtype(config)
-    (chunk,) = make_chunks(config.model, mesh, [part], (0,), dtype=dtype)
+    (chunk,) = make_chunks(config.model, mesh, [part], (0,), dtype=dtype, roundings=builder.roundings(config))
     optimizer = builder.make_optimizer(config, [chunk], mesh, builder.make_stages(config), lambda parameter: None)
     optimizer.begin_step(MANY)
     batch = dry_micro_batch(config, mesh, builder.make_cutting(config, mesh))

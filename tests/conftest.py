@@ -41,7 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests whose turn it is not."""
+    """Leave out the tests whose turn it is not. Files that take seconds come first: none of them is the last."""
+    costly = {item.path for item in items if item.get_closest_marker("costly") is not None}
+    items.sort(key=lambda item: item.path not in costly)
     turn: Turn | None = config.option.turn
     if turn is not None:
         left_out = [item for item in items if not turn.has(item.nodeid)]
@@ -109,6 +111,15 @@ def pytest_collection_finish() -> None:
 def collected_tests() -> set[str]:
     """Names of all tests that were collected, with their parameters, whether they run or not."""
     return _COLLECTED
+
+
+@pytest.fixture(autouse=True)
+def deterministic_mode_as_before() -> Iterator[None]:
+    """Leave torch's deterministic mode, which is the process's, to the next test as it was."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    if torch.are_deterministic_algorithms_enabled() != before:
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
+
+from tests.oracle import Oracle
 
 ROUNDED = re.compile(
     r"layers\.(\d+)\.(attention\.(query|gate|key_value|output)|(mlp|moe\.shared)\.(up|gate_up|down)"
@@ -107,6 +111,7 @@ def nvfp4(values: Tensor, format: str) -> Tensor:
 
 
 Rounder = Callable[[Tensor, str], Tensor]
+Activation = Callable[[Tensor], Tensor]
 ROUNDERS: dict[str, tuple[Rounder, Rounder]] = {
     "tensorwise": (tensorwise, tensorwise),
     "blockwise": (blockwise, squares),
@@ -125,12 +130,14 @@ class Rule:
         hybrid: True if gradients are e5m2.
         weight_gradients: True if operands of weight gradients are rounded, too, along the tokens of a sample.
         plain_layers: layers whose products are not.
+        stores_activations: True if backward has rounded inputs of activations.
     """
 
     recipe: str
     hybrid: bool = False
     weight_gradients: bool = False
     plain_layers: tuple[int, ...] = ()
+    stores_activations: bool = False
 
     def of_tokens(self, values: Tensor, *, gradient: bool) -> Tensor:
         """Round [samples, tokens, channels] along channels; each sample is a micro-batch."""
@@ -149,20 +156,61 @@ class Rule:
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, rule: Rule) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.rule = rule
-        return rule.of_tokens(input, gradient=False) @ rule.of_weight(weight).t()
+    """A product. `again`: its input as backward computes it again; None: the rounded one is kept."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, again: Tensor | None, rule: Rule) -> Tensor:
+        rounded = rule.of_tokens(input, gradient=False)
+        if again is not None and rule.weight_gradients:
+            again = rule.of_tokens(again, gradient=False)
+        ctx.save_for_backward(rounded if again is None else again, weight)
+        ctx.rule = rule
+        return rounded @ rule.of_weight(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (input, weight), (gradient,), rule = ctx.saved_tensors, gradients, ctx.rule
         of_input = rule.of_tokens(gradient, gradient=True) @ rule.of_weight(weight.t()).t()
         if rule.weight_gradients:
-            turned = rule.of_tokens(gradient.mT, gradient=True), rule.of_tokens(input.mT, gradient=False)
-            return of_input, torch.einsum("bot,bit->oi", *turned), None
-        return of_input, torch.einsum("bto,bti->oi", gradient, input), None
+            # With one scale of a tensor, the rounded input has the same codes again.
+            turned = input.mT if rule.recipe == "tensorwise" else rule.of_tokens(input.mT, gradient=False)
+            of_weight = torch.einsum("bot,bit->oi", rule.of_tokens(gradient.mT, gradient=True), turned)
+            return of_input, of_weight, None, None
+        return of_input, torch.einsum("bto,bti->oi", gradient, input), None, None
+
+
+class _Activated(torch.autograd.Function):
+    """An activation of `[batch, tokens, ...]`, whose gradient is that at the rounded input; also computed there."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, activation: Activation, rule: Rule) -> tuple[Tensor, Tensor]:
+        rounded = rule.of_tokens(input.flatten(2), gradient=False).view_as(input)
+        ctx.save_for_backward(rounded)
+        ctx.activation = activation
+        again = activation(rounded)
+        ctx.mark_non_differentiable(again)
+        return activation(input), again
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (rounded,) = ctx.saved_tensors
+        with torch.enable_grad():
+            output = ctx.activation(rounded.requires_grad_())
+        return torch.autograd.grad(output, rounded, gradients[0])[0], None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """A share of an expert's activation, with the gradient of the share from the one that is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, activated: Tensor, again: Tensor) -> Tensor:
+        ctx.save_for_backward(share, again)
+        return share * activated
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (share, again), (gradient,) = ctx.saved_tensors, gradients
+        return (gradient * again).sum_to_size(share.shape), gradient * share, None
 
 
 class RoundedLinears(TorchFunctionMode):
@@ -172,6 +220,16 @@ class RoundedLinears(TorchFunctionMode):
         """Watch for products with these weights."""
         super().__init__()
         self._rule, self._made = rule, dict[int, Tensor]()
+        self._again: dict[int, tuple[Tensor, Tensor]] = {}
+        """Pairs of an activation and of what backward computes, by the address of the activation."""
+        self._behind_activations: set[int] = set()
+        """Addresses of matrices of experts, whose activations backward always computes again."""
+        self._is_rounded = False
+        """True if the last product was."""
+        activate = Oracle.activate
+        self._patch = mock.patch.object(
+            Oracle, "activate", lambda oracle, up: self._activated(up, functools.partial(activate, oracle))
+        )
         self._together: dict[int, list[Tensor]] = {}
         """Matrices that are multiplied together, by the address of each."""
         rounded = [name for name in weights if rule.rounds(name)]
@@ -180,6 +238,8 @@ class RoundedLinears(TorchFunctionMode):
             if begin.endswith(".moe") and not last.startswith("latent"):
                 for expert in weights[name]:
                     self._together[expert.data_ptr()] = [_matrix(last, expert)]
+                    if last == "down":
+                        self._behind_activations.add(expert.data_ptr())
                 continue
             parts = next((those for those in TOGETHER if last in those), (last,))
             names = [each for part in parts if (each := f"{begin}.{part}") in rounded]
@@ -189,15 +249,45 @@ class RoundedLinears(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.linear or (address := args[1].data_ptr()) not in self._together:
+        if func is torch.Tensor.mul and isinstance(args[1], Tensor) and args[1].data_ptr() in self._again:
+            activated, again = self._again[args[1].data_ptr()]
+            weighted = _Weighted.apply(args[0], activated, again)
+            self._again[weighted.data_ptr()] = weighted, args[0].detach() * again
+            return weighted
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        address = args[1].data_ptr()
+        self._is_rounded = address in self._together
+        if not self._is_rounded:
             return func(*args, **(kwargs or {}))
         if address not in self._made:
             matrices = self._together[address]
-            output = _Linear.apply(args[0], torch.cat(matrices), self._rule)
+            values = args[0].detach() if address in self._behind_activations else None
+            _, again = self._again.get(args[0].data_ptr(), (None, values))
+            output = _Linear.apply(args[0], torch.cat(matrices), again, self._rule)
             parts = output.split([len(each) for each in matrices], dim=-1)
             self._made |= dict(zip([each.data_ptr() for each in matrices], parts, strict=True))
         output, bias = self._made.pop(address), args[2] if len(args) > 2 else None
         return output if bias is None else output + bias
+
+    def __enter__(self) -> Any:
+        """Put activations in the oracle's place, too."""
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Undo it."""
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def _activated(self, up: Tensor, activation: Activation) -> Tensor:
+        """The activation behind the last product."""
+        if not (self._rule.stores_activations and self._is_rounded):
+            return activation(up)
+        with DisableTorchFunction():
+            output, again = _Activated.apply(up, activation, self._rule)
+        self._again[output.data_ptr()] = output, again
+        return output
 
 
 def _matrix(last: str, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     python -m megalite_kernels.fp8_vectors --check torchao
 
 docs/fp8_tables.md describes the file. The numbers are the same on every machine. Exit code 0: written, or all is equal;
-1: the other program has other numbers; 2: it is not installed.
+1: the other program has other numbers; 2: it is not installed; 3: the file cannot be written.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ VARIANTS = {
     "nvfp4": recipe("nvfp4"),
 }
 """Recipes by their names in the file; those that are not megalite's are what other programs do by default."""
-EXIT_DIFFERENT, EXIT_NOT_INSTALLED = 1, 2
+EXIT_DIFFERENT, EXIT_NOT_INSTALLED, EXIT_NOT_WRITTEN = 1, 2, 3
 PRODUCT_TOLERANCE = 2.0**-8
 """Error of torchao's emulated product, rounded to bf16, relative to the sum of the magnitudes of its terms."""
 
@@ -191,10 +192,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen.add_argument("--check", choices=("torchao",), help="compare an installed program")
     flags = parser.parse_args(arguments)
     if flags.write:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         found = vectors()
-        save_file(found, flags.write)
+        try:
+            Path(flags.write).write_bytes(save(found))
+        except OSError as error:
+            print(f"fp8_vectors: --write {flags.write}: cannot be written: {error.strerror}", file=sys.stderr)
+            return EXIT_NOT_WRITTEN
         print(f"{flags.write}: {len(found)} tensors")
         return 0
     if importlib.util.find_spec(flags.check) is None:

@@ -24,6 +24,24 @@ COLUMNS = 4096  # wider rows are read in several tiles
 
 
 @triton.jit
+def tile_of_groups(
+    ends: tl.tensor, tile: tl.tensor, GROUPS: tl.constexpr, NUMBERS: tl.constexpr, SIDE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the group of a tile of SIDE rows, its first row and its group's end. Tiles begin at groups' first rows.
+
+    Tiles beyond those of all groups have the group GROUPS.
+    """
+    number = tl.arange(0, NUMBERS)
+    begin = tl.load(ends + number - 1, mask=(number > 0) & (number < GROUPS), other=0)
+    end = tl.load(ends + number, mask=number < GROUPS, other=0)
+    counts = (end - begin + SIDE - 1) // SIDE
+    group = tl.sum((tl.cumsum(counts, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(number < group, counts, 0), 0)
+    first = tl.sum(tl.where(number == group, begin, 0), 0) + (tile - before) * SIDE
+    return group, first, tl.sum(tl.where(number == group, end, 0), 0)
+
+
+@triton.jit
 def multiply_groups(
     rows: tl.tensor,
     matrices: tl.tensor,
@@ -46,16 +64,10 @@ def multiply_groups(
     tiles_out = tl.cdiv(OUT, TILE_OUT)
     program, tiles = tl.program_id(0), tl.num_programs(0) // tiles_out
     of_rows, of_out = tl.swizzle2d(program // tiles_out, program % tiles_out, tiles, tiles_out, NEIGHBOURS)
-    number = tl.arange(0, NUMBERS)
-    begin = tl.load(ends + number - 1, mask=(number > 0) & (number < GROUPS), other=0)
-    end = tl.load(ends + number, mask=number < GROUPS, other=0)
-    counts = (end - begin + SIDE - 1) // SIDE
-    group = tl.sum((tl.cumsum(counts, 0) <= of_rows).to(tl.int32), 0)
+    group, first, end = tile_of_groups(ends, of_rows, GROUPS, NUMBERS, SIDE)
     if group < GROUPS:
-        before = tl.sum(tl.where(number < group, counts, 0), 0)
-        first = tl.sum(tl.where(number == group, begin, 0), 0) + (of_rows - before) * SIDE
         row = (first + tl.arange(0, SIDE)).to(tl.int64)
-        present = (row < tl.sum(tl.where(number == group, end, 0), 0))[:, None]
+        present = (row < end)[:, None]
         out = of_out * TILE_OUT + tl.arange(0, TILE_OUT)
         inside = (out < OUT)[None, :]
         matrix = matrices + group.to(tl.int64) * matrix_stride + out[None, :] * out_stride
@@ -137,9 +149,14 @@ def scale_and_dot(
 # ------------------------------------------------------------------------------------------------- launchers
 
 
-def _side(width: int) -> int:
+def side(width: int) -> int:
     """Return the size of a tile along a dimension of this size."""
     return max(FEWEST, min(SIDE, triton.next_power_of_2(width)))
+
+
+def numbers(groups: int) -> int:
+    """Return the size of what holds a number for each group."""
+    return max(triton.next_power_of_2(groups), 2)
 
 
 def _depth(*widths: int) -> int:
@@ -151,11 +168,11 @@ def launch_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows [rows, in] with their group's matrix [groups, in, out]; group i ends before row ends[i]."""
     rows, (groups, width, out) = as_rows(rows), matrices.shape
     output = rows.new_empty(len(rows), out)
-    side = _side(out)
+    wide = side(out)
     most = -(-len(rows) // SIDE) + groups  # a group's last tile may be almost empty
-    multiply_groups[(most * -(-out // side),)](
+    multiply_groups[(most * -(-out // wide),)](
         *(rows, matrices, ends, output, rows.stride(0), *matrices.stride()),
-        *(groups, width, out, max(triton.next_power_of_2(groups), 2), side, SIDE, _depth(width, out), NEIGHBOURS),
+        *(groups, width, out, numbers(groups), wide, SIDE, _depth(width, out), NEIGHBOURS),
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -164,7 +181,7 @@ def launch_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def launch_sums(target: Tensor, gradients: Tensor, rows: Tensor, ends: Tensor, *, overwrite: bool) -> None:
     groups, out, width = target.shape
-    gradients, rows, sides = as_rows(gradients), as_rows(rows), (_side(out), _side(width))
+    gradients, rows, sides = as_rows(gradients), as_rows(rows), (side(out), side(width))
     tiles = -(-out // sides[0]) * -(-width // sides[1])
     add_products[(tiles, groups)](
         *(gradients, rows, ends, None if overwrite else target, target, gradients.stride(0), rows.stride(0)),

@@ -45,6 +45,7 @@ Operation = Literal[
     "grouped",
     "compression",
     "tiles",
+    "scaled_products",
     "short_convolution",
     "recurrence",
 ]

@@ -1,4 +1,9 @@
-"""Products of tiles: torch's scaled products on GPUs that have them, else an emulation with the same bits everywhere.
+"""Products of tiles: on GPUs torch's or those of Triton's kernel, else an emulation with the same bits everywhere.
+
+With a scale for a tensor they are torch's. With scales for blocks, torch has a product on Hopper alone, of activations,
+a multiple of four rows, and a weight whose widths are multiples of a block. Triton's kernel is for all others, those of
+experts, which are one launch whatever the number of groups, and those along tokens, whose operands both have scales of
+parts of rows.
 
 The emulation multiplies codes in float64 block by block. The sum of a block is exact in any order for up to 2^17
 products of e4m3 codes. It is multiplied with its two scales, one after the other, and blocks are added in order. With
@@ -12,7 +17,7 @@ they are from the emulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -20,14 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import current, on_gpu
+from megalite_kernels.implementation import current, is_installed, on_gpu
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.tile_scales import Tiles
-from megalite_kernels.tiles import values_of
+from megalite_kernels.tiles import filled, values_of
 
 EXACT_COLUMNS = 1024  # of products of e2m1 codes and their e4m3 scales
+UNIT = 16  # widths of torch's products are multiples of it
 SCALES_OF_SQUARES = 4  # blocks of a column of scales: cuBLAS reads 16 bytes of them at once
+SCALES_OF_ROWS = 4  # rows of a column of scales, for the same reason
 
 
 @cache
@@ -41,24 +48,12 @@ def refusal(recipe: Recipe, device: torch.device) -> str | None:
         return None
     if torch.version.hip is not None:
         return f"{recipe.name} runs on NVIDIA's GPUs and, emulated, on CPUs"
-    capability = torch.cuda.get_device_capability(device)
-    if recipe.name == "tensorwise":
-        return (
-            None
-            if capability >= (8, 9)
-            else f"tensorwise needs a GPU with fp8 (compute capability 8.9), not {_dotted(capability)}"
-        )
-    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
-    if capability[0] != 9 or cuda < (12, 9):
-        return (
-            f"blockwise needs a Hopper GPU (compute capability 9.0) and CUDA 12.9 or later, "
-            f"not {_dotted(capability)} and {torch.version.cuda}"
-        )
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        dotted = ".".join(map(str, capability))
+        return f"{recipe.name} needs a GPU with fp8 (compute capability 8.9), not {dotted}"
+    if recipe.block and not is_installed():
+        return f"{recipe.name} needs Triton on a GPU, which is not installed: pip install triton"
     return None
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -67,42 +62,88 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     The emulation returns float64 as it is; other dtypes are rounded to fp32 first.
 
     Raises:
-        ValueError: the device has no such product, see `refusal`, or not for these widths.
+        ValueError: the device has no such product, see `refusal`, or not for so many outputs.
     """
-    if not on_gpu(a.codes) or dtype == torch.float64 or current().choice == "reference":
+    if _is_emulated(a, recipe, dtype):
         return product_reference(a, b, recipe, dtype)
-    if problem := refusal(recipe, a.codes.device):
-        raise ValueError(problem)
-    (rows, columns), outputs = a.codes.shape, len(b.codes)
-    unit = recipe.block or 16
-    if columns % unit or outputs % unit:
-        raise ValueError(
-            f"a {recipe.name} product of {columns} columns and {outputs} outputs: a GPU multiplies multiples of {unit}"
-        )
+    if recipe.block and not _takes_scaled_mm(a, b, recipe):
+        from megalite_kernels.scaled_products_kernels import launch_product
+
+        return launch_product(a, b, None, recipe.block, dtype)
+    rows, outputs = len(a.codes), len(b.codes)
+    if outputs % UNIT:
+        raise ValueError(f"a {recipe.name} product has {outputs} outputs: a GPU's have multiples of {UNIT}")
     if not rows:
         return a.codes.new_empty(0, outputs, dtype=dtype)
     kind = F.ScalingType
     if not recipe.block:
         scales = ((a.scales, kind.TensorWise), (b.scales, kind.TensorWise))
     else:
-        padded = F.pad(b.scales, (0, -b.scales.shape[1] % SCALES_OF_SQUARES)).contiguous()
+        missing = -b.scales.shape[1] % SCALES_OF_SQUARES
+        padded = F.pad(b.scales, (0, missing)) if missing else b.scales.contiguous()
         scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
-    return F.scaled_mm(a.codes, b.codes.contiguous().t(), *scales[0], *scales[1], output_dtype=dtype)
+    first, second = filled(a.codes, UNIT), filled(b.codes, UNIT)  # columns of a weight gradient are tokens
+    return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
 
 
-def grouped_product(a: Tiles, b: Sequence[Tiles], offsets: Sequence[int], recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """Multiply each row with the matrix of its group: tiles [rows, columns], each [outputs, columns].
+def grouped_product(
+    a: Tiles, b: Tiles, offsets: Sequence[int], ends: Tensor, recipe: Recipe, dtype: torch.dtype
+) -> Tensor:
+    """Multiply each row with the matrix of its group: tiles [rows, columns] and [groups * outputs, columns].
 
-    It is a product for each group: torch's grouped scaled product takes no scales of blocks in fp32.
+    A recipe with one scale for a tensor has no such product.
 
     Args:
         offsets: [groups + 1], from 0 to the number of rows: group g has the rows from offsets[g] to offsets[g + 1].
+        ends: offsets[1:] as an int32 tensor on the device.
+
+    Raises:
+        ValueError: the device has no such product, see `refusal`.
     """
-    output = a.codes.new_empty(len(a.codes), len(b[0].codes), dtype=dtype)
-    for matrix, (start, stop) in zip(b, pairwise(offsets), strict=True):
+    if recipe.block and not _is_emulated(a, recipe, dtype):
+        from megalite_kernels.scaled_products_kernels import launch_product
+
+        return launch_product(a, b, ends, recipe.block, dtype)
+    groups = len(offsets) - 1
+    output = a.codes.new_empty(len(a.codes), len(b.codes) // groups, dtype=dtype)
+    for matrix, (start, stop) in zip(each_of(b, groups), pairwise(offsets), strict=True):
         if start < stop:
             output[start:stop] = product(rows_of(a, start, stop), matrix, recipe, dtype)
     return output
+
+
+def _is_emulated(a: Tiles, recipe: Recipe, dtype: torch.dtype) -> bool:
+    """Tell whether the product is emulated. Raises ValueError if it is not, and the device has none."""
+    if dtype == torch.float64 or current().choice == "reference":
+        return True
+    if on_gpu(a.codes):
+        if problem := refusal(recipe, a.codes.device):
+            raise ValueError(problem)
+        return False
+    return not (recipe.in_squares and current().runs_triton("scaled_products", a.codes))
+
+
+def _takes_scaled_mm(a: Tiles, b: Tiles, recipe: Recipe) -> bool:
+    """Tell whether torch has the product: of rows and squares of whole blocks, on Hopper. Plans are of such GPUs."""
+    if any(width % recipe.block for width in b.codes.shape) or len(b.scales) == len(b.codes):
+        return False
+    if len(a.codes) % SCALES_OF_ROWS:
+        return False
+    device = b.codes.device
+    return device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))
+
+
+@cache
+def torch_multiplies_blocks(device: torch.device) -> bool:
+    """Tell whether torch has products with scales of blocks on a GPU: on Hopper, with CUDA 12.9."""
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
+
+
+def each_of(tiles: Tiles, number: int) -> Iterator[Tiles]:
+    """Yield the tiles of each of so many matrices, one below the other."""
+    parts = ([None] * number if part is None else part.unflatten(0, (number, -1)) for part in tiles)
+    return (Tiles(codes, scales, outer) for codes, scales, outer in zip(*parts, strict=True))
 
 
 def rows_of(tiles: Tiles, start: int, stop: int) -> Tiles:

@@ -33,7 +33,10 @@ class Tiles(NamedTuple):
 
 
 class WeightTiles(NamedTuple):
-    """A weight [out, in] for the product of the forward, and [in, out] for the one of its input's gradient."""
+    """A weight [out, in] for the product of the forward, and [in, out] for the one of its input's gradient.
+
+    Of several matrices, one is below the other in each. A square has rows of one matrix.
+    """
 
     forward: Tiles
     backward: Tiles

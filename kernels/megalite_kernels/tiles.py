@@ -34,6 +34,10 @@ def largest(values: Tensor, recipe: Recipe) -> Tensor | None:
         return None
     if not values.numel():
         return values.new_zeros(values.shape[:-1] if recipe.block else (), dtype=torch.float32)
+    if not recipe.block and current().runs_triton("tiles", values):
+        from megalite_kernels.tiles_kernels import launch_largest
+
+        return launch_largest(values)
     low, high = torch.aminmax(values, dim=-1) if recipe.block else torch.aminmax(values)
     return torch.maximum(-low, high).to(torch.float32).nan_to_num(nan=math.inf, posinf=math.inf)
 
@@ -80,14 +84,15 @@ def quantize_reference(values: Tensor, recipe: Recipe, format: torch.dtype, top:
     return Tiles(codes.contiguous(), _stored(scale, recipe), outer)
 
 
-def quantize_squares_reference(values: Tensor, recipe: Recipe) -> Tiles:
-    """Quantize a weight [out, in] with one scale for each square of the block's size."""
-    (rows, columns), block = values.shape, recipe.block
-    padded = F.pad(values.to(torch.float32), (0, -columns % block, 0, -rows % block))
-    squares = padded.unflatten(1, (-1, block)).unflatten(0, (-1, block))
-    scale, factor = scales_of(_tops(squares, (1, 3)), recipe, TILE_FORMATS[recipe.forward].largest)
-    codes = round_to_codes(squares * factor[:, None, :, None], recipe.forward).view(padded.shape)
-    return Tiles(codes[:rows, :columns].contiguous(), scale)
+def quantize_squares_reference(values: Tensor, recipe: Recipe, matrices: int = 1) -> Tiles:
+    """Quantize matrices [out, in], one below the other, with one scale for each square of the block's size."""
+    of_each, block = values.to(torch.float32).unflatten(0, (matrices, -1)), recipe.block
+    rows, columns = of_each.shape[1:]
+    padded = F.pad(of_each, (0, -columns % block, 0, -rows % block))
+    squares = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block))
+    scale, factor = scales_of(_tops(squares, (2, 4)), recipe, TILE_FORMATS[recipe.forward].largest)
+    codes = round_to_codes(squares * factor[:, :, None, :, None], recipe.forward).view(padded.shape)
+    return Tiles(codes[:, :rows, :columns].flatten(0, 1).contiguous(), scale.flatten(0, 1))
 
 
 def _tops(blocks: Tensor, dimensions: tuple[int, ...]) -> Tensor:
@@ -127,39 +132,67 @@ def quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | 
 
 
 def quantize_weight(
-    values: Tensor, recipe: Recipe, top: Tensor | None = None, transposed_top: Tensor | None = None
+    values: Tensor,
+    recipe: Recipe,
+    matrices: int = 1,
+    top: Tensor | None = None,
+    transposed_top: Tensor | None = None,
 ) -> WeightTiles:
-    """Quantize a weight [out, in] for both of its products.
+    """Quantize a weight of so many matrices [out, in], one below the other, for both of its products.
 
     Tensorwise and in squares, both have the same codes: the backward's are a view, or on a GPU, whose products read
     along the contraction, a copy. Otherwise the backward's tiles run along `out` and have codes of their own.
 
     Args:
+        matrices: their number: one, if the tensor has one scale.
         top: see `quantize`.
-        transposed_top: the same of the transposed weight, for nvfp4.
+        transposed_top: the same of the transposed matrices, for nvfp4.
     """
-    if recipe.block and not recipe.in_squares:
+    if not recipe.block:
+        return for_both(quantize(values, recipe, recipe.forward, top))
+    if not recipe.in_squares:
         forward = quantize(values, recipe, recipe.forward, top)
-        return WeightTiles(forward, quantize(values.t().contiguous(), recipe, recipe.forward, transposed_top))
-    if recipe.block and current().runs_triton("tiles", values):
-        from megalite_kernels.tiles_kernels import launch_quantize_squares
+        turned = transposed(values, matrices).contiguous()
+        return WeightTiles(forward, quantize(turned, recipe, recipe.forward, transposed_top))
+    if not current().runs_triton("tiles", values):
+        return for_both(quantize_squares_reference(values, recipe, matrices), matrices)
+    from megalite_kernels.tiles_kernels import launch_quantize_squares
 
-        forward, turned = launch_quantize_squares(values, recipe)
-        return WeightTiles(forward, Tiles(turned, forward.scales.t()))
-    if recipe.block:
-        return for_both(quantize_squares_reference(values, recipe))
-    return for_both(quantize(values, recipe, recipe.forward, top))
+    forward, codes = launch_quantize_squares(values, recipe, matrices)
+    return WeightTiles(forward, Tiles(codes, transposed(forward.scales, matrices)))
 
 
-def for_both(forward: Tiles) -> WeightTiles:
+def for_both(forward: Tiles, matrices: int = 1) -> WeightTiles:
     """Return both operands of a weight, from that of the forward, if they have the same codes."""
-    turned = forward.codes.t()
-    turned = turned.contiguous() if on_gpu(turned) else turned
-    return WeightTiles(forward, Tiles(turned, forward.scales.t()))
+    codes = transposed(forward.codes, matrices)
+    codes = codes.contiguous() if on_gpu(codes) else codes
+    scales = transposed(forward.scales, matrices) if forward.scales.dim() else forward.scales
+    return WeightTiles(forward, Tiles(codes, scales))
+
+
+def transposed(stacked: Tensor, matrices: int) -> Tensor:
+    """Transpose each of so many matrices, one below the other: [matrices * rows, columns], a view of one matrix."""
+    return stacked.unflatten(0, (matrices, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def filled(codes: Tensor, unit: int) -> Tensor:
+    """Return codes of 8 bits, contiguous, with columns of zeros up to a multiple of `unit`, which change no sum."""
+    missing = -codes.shape[1] % unit
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes.contiguous()
 
 
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """Return the values of tiles [rows, columns]: computed in fp32, or in fp64 if that is asked for."""
+    of_rows = tiles.scales.dim() == 0 or len(tiles.scales) == len(tiles.codes)
+    in_fp32 = tiles.scales.dtype == torch.float32 and dtype != torch.float64
+    if of_rows and in_fp32 and current().runs_triton("tiles", tiles.codes):
+        from megalite_kernels.tiles_kernels import launch_dequantize
+
+        return launch_dequantize(tiles, recipe, dtype)
+    return dequantize_reference(tiles, recipe, dtype)
+
+
+def dequantize_reference(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rows, columns = tiles.codes.shape
     found, scale = values_of(tiles.codes, wide), tiles.scales.to(wide)

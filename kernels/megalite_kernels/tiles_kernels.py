@@ -11,10 +11,12 @@ from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
+from megalite_kernels.quantization_kernels import dequantized
 from megalite_kernels.recipes import Recipe, Scaling
-from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales, scales_of
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales
 
 TILE = 2048  # elements of a program
+BLOCK_OF_ONE_SCALE = 128  # elements of a row that a program has together
 SQUARE_WARPS = 16
 _SCALING: dict[Scaling, tuple[int, torch.dtype]] = {
     "quotient": (0, torch.float32),
@@ -84,24 +86,83 @@ def _inner_scales(
     return tl.where(finite, codes, 127), tl.where(finite, factors, 0.0)
 
 
+@triton.jit
+def _elements(
+    values: tl.tensor, elements: tl.tensor, UNIT: tl.constexpr, SIZE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the SIZE elements of a program in fp32, their places, and which there are; UNIT share a mask bit."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place // UNIT < elements // UNIT
+    return tl.load(values + place, mask=inside, other=0.0).to(tl.float32), place, inside
+
+
+@triton.jit(do_not_specialize=["elements"])
+def _largest_of_parts(
+    values: tl.tensor, tops: tl.tensor, elements: tl.tensor, UNIT: tl.constexpr, SIZE: tl.constexpr
+) -> None:
+    """Write the largest magnitude of SIZE elements, infinity for NaN."""
+    x, _, _ = _elements(values, elements, UNIT, SIZE)
+    top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    tl.store(tops + tl.program_id(0), tl.minimum(top, 0x7F800000).to(tl.float32, bitcast=True))
+
+
 @triton.jit(do_not_specialize=["elements"])
 def _quantize_tensor(
     values: tl.tensor,
-    factor: tl.tensor,
+    top: tl.tensor,
     codes: tl.tensor,
+    scale: tl.tensor,
     elements: tl.tensor,
     MANTISSA: tl.constexpr,
     LOWEST: tl.constexpr,
     LARGEST: tl.constexpr,
+    GREATEST: tl.constexpr,
+    SCALING: tl.constexpr,
     UNIT: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Quantize SIZE elements by one factor. UNIT: elements that share a mask bit."""
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = place // UNIT < elements // UNIT
-    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
-    found = _codes(x, tl.load(factor), MANTISSA, LOWEST, LARGEST)
+    """Quantize SIZE elements by the one scale of a tensor, which the first program writes."""
+    x, place, inside = _elements(values, elements, UNIT, SIZE)
+    own, factor = _scales(tl.load(top).to(tl.int32, bitcast=True), LARGEST, 0, GREATEST, SCALING)
+    found = _codes(x, factor, MANTISSA, LOWEST, LARGEST)
     tl.store(codes + place, found.to(tl.uint8), mask=inside)
+    tl.store(scale, own, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
+def _places(
+    block: tl.tensor, present: tl.tensor, columns: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the places of the elements of blocks of rows of `columns` elements, and which there are of them."""
+    within = tl.arange(0, BLOCK)[None, :]
+    if columns % BLOCK == 0:
+        return block[:, None] * BLOCK + within, present[:, None].broadcast_to(block.shape[0], BLOCK)
+    PER_ROW: tl.constexpr = (columns + BLOCK - 1) // BLOCK
+    first = (block % PER_ROW) * BLOCK
+    inside = present[:, None] & (first[:, None] + within < columns)
+    return (block // PER_ROW * columns + first)[:, None] + within, inside
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _dequantize_blocks(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    values: tl.tensor,
+    blocks: tl.tensor,
+    columns: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Dequantize ROWS blocks of rows of `columns` elements; the last block of a row may be short."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = block < blocks
+    place, inside = _places(block, present, columns, BLOCK)
+    scale = tl.load(scales + (block * 0 if ONE_SCALE else block), mask=present, other=1.0)
+    found = dequantized(tl.load(codes + place, mask=inside, other=0), scale, MANTISSA, LOWEST)
+    tl.store(values + place, found.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -127,14 +188,7 @@ def _quantize_blocks(
     PER_ROW: tl.constexpr = (columns + BLOCK - 1) // BLOCK
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = block < blocks
-    within = tl.arange(0, BLOCK)[None, :]
-    if columns % BLOCK == 0:
-        place = block[:, None] * BLOCK + within
-        inside = present[:, None]
-    else:
-        first = (block % PER_ROW) * BLOCK
-        place = (block // PER_ROW * columns + first)[:, None] + within
-        inside = present[:, None] & (first[:, None] + within < columns)
+    place, inside = _places(block, present, columns, BLOCK)
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     if SCALING == 3:
@@ -163,21 +217,28 @@ def _quantize_squares(
     BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
 ) -> None:
-    """Quantize a square, and write its codes and their transpose. `row_units`: UNIT rows each, for wide accesses."""
+    """Quantize a square of a matrix, and write its codes and their transpose.
+
+    Args:
+        row_units: rows of a matrix, UNIT each, for wide accesses.
+    """
+    rows, matrix = row_units.to(tl.int64) * UNIT, tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row // UNIT < row_units)[:, None]
     if columns % BLOCK:
         inside = inside & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
+    before = matrix * rows * columns
+    place = before + row[:, None] * columns + column[None, :]
     x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
     top = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
     scale, factor = _scales(top, LARGEST, 0, GREATEST, SCALING)
     found = _codes(x, factor, MANTISSA, LOWEST, LARGEST).to(tl.uint8)
     tl.store(codes + place, found, mask=inside)
-    other = column[:, None] * (row_units.to(tl.int64) * UNIT) + row[None, :]
+    other = before + column[:, None] * rows + row[None, :]
     tl.store(turned + other, tl.trans(found), mask=tl.trans(inside.broadcast_to(BLOCK, BLOCK)))
-    tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
+    of_row = (matrix * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1)
+    tl.store(scales + of_row + tl.program_id(1), scale)
 
 
 # ------------------------------------------------------------------------------------------------- launchers
@@ -187,6 +248,22 @@ def _empty_codes(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=like.device)
 
 
+def _parts_of_tensor(values: Tensor) -> tuple[int, int, int, int]:
+    """Return the programs, at least one, the elements that share a mask bit, those of a program, and its warps."""
+    shape = tile(TILE, largest=TILE)
+    size = shape.rows * TILE
+    return max(-(-values.numel() // size), 1), unit(values.numel()), size, shape.warps
+
+
+def launch_largest(values: Tensor) -> Tensor:
+    """Return the largest magnitude of all values, an fp32 scalar, infinity for NaN: see `tiles.largest`."""
+    values = values.contiguous()
+    programs, wide, size, warps = _parts_of_tensor(values)
+    tops = torch.empty(programs, dtype=torch.float32, device=values.device)
+    _largest_of_parts[(programs,)](values, tops, values.numel(), wide, size, num_warps=warps)
+    return tops.amax()
+
+
 def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Tensor | None) -> Tiles:
     """Return the tiles of rows, [rows, columns]."""
     values = values.contiguous()
@@ -194,17 +271,16 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     codes = _empty_codes(values, *values.shape)
     of_format = codes if format == torch.float4_e2m1fn_x2 else codes.view(format)
     (rows, columns), block = values.shape, recipe.block
+    number, kept = _SCALING[recipe.scaling]
     if not block:
         assert top is not None
-        scale, factor = scales_of(top, recipe, code)
-        shape, wide = tile(TILE, largest=TILE), unit(values.numel())
-        size = shape.rows * TILE
-        if values.numel():
-            _quantize_tensor[(-(-values.numel() // size),)](
-                *(values, factor, codes, values.numel(), mantissa, lowest, code, wide, size), num_warps=shape.warps
-            )
+        scale = torch.empty((), dtype=kept, device=values.device)
+        programs, wide, size, warps = _parts_of_tensor(values)
+        _quantize_tensor[(programs,)](
+            *(values, top, codes, scale, values.numel(), mantissa, lowest, code, GREATEST, number, wide, size),
+            num_warps=warps,
+        )
         return Tiles(of_format, scale)
-    number, kept = _SCALING[recipe.scaling]
     outer = outer_scales(top, code) if recipe.scaling == "two levels" and top is not None else None
     blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
     small = torch.uint8 if kept.itemsize == 1 else kept
@@ -218,14 +294,30 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     return Tiles(of_format, scales.view(kept), outer)
 
 
-def launch_quantize_squares(values: Tensor, recipe: Recipe) -> tuple[Tiles, Tensor]:
-    """Return the tiles of a weight [out, in], and its codes [in, out]."""
+def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Return the values of tiles of rows with fp32 scales, or one of them, [rows, columns]."""
+    codes = tiles.codes.contiguous()
+    values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    (rows, columns), block = codes.shape, recipe.block or BLOCK_OF_ONE_SCALE
+    blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
+    if values.numel():
+        _dequantize_blocks[(-(-blocks // shape.rows),)](
+            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, columns),
+            *(*TILE_FORMATS[codes.dtype][:2], not recipe.block, shape.rows, block),
+            num_warps=shape.warps,
+        )
+    return values
+
+
+def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:
+    """Return the tiles of matrices [matrices * out, in], and their codes [matrices * in, out]."""
     values = values.contiguous()
-    (rows, columns), block = values.shape, recipe.block
+    rows, columns, block = len(values) // matrices, values.shape[1], recipe.block
     mantissa, lowest, code = TILE_FORMATS[recipe.forward]
-    codes, turned = _empty_codes(values, rows, columns), _empty_codes(values, columns, rows)
-    grid = (-(-rows // block), -(-columns // block))
-    scales = torch.empty(grid, dtype=torch.float32, device=values.device)
+    codes = _empty_codes(values, matrices * rows, columns)
+    turned = _empty_codes(values, matrices * columns, rows)
+    grid = (-(-rows // block), -(-columns // block), matrices)
+    scales = torch.empty(matrices * grid[0], grid[1], dtype=torch.float32, device=values.device)
     wide = unit(rows)
     if values.numel():
         _quantize_squares[grid](

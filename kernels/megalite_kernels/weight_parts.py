@@ -21,7 +21,7 @@ from megalite_kernels.tiles import for_both, round_to_codes
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices [out, in], one behind the other, that a recipe rounds with one scale each or in squares.
+    """Matrices [out, in], one behind the other, that a recipe rounds in squares, or one with one scale.
 
     Attributes:
         size: (number of matrices, out, in).
@@ -67,11 +67,10 @@ class Matrices:
         before = start % self.size[2]
         return codes.flatten(1)[:, : self.size[2]].flatten()[before : before + len(values)]
 
-    def tiles(self, codes: Tensor, scales: Tensor) -> list[WeightTiles]:
-        """Return the operands that each matrix is, from the codes of all elements and the scales of all tiles."""
-        of_matrices = scales.unflatten(0, (self.size[0], -1)) if self.recipe.block else scales.view(-1)
-        pairs = zip(codes.view(self.size), of_matrices, strict=True)
-        return [for_both(Tiles(each, scale)) for each, scale in pairs]
+    def tiles(self, codes: Tensor, scales: Tensor) -> WeightTiles:
+        """Return the operands that the matrices are, from the codes of all elements and the scales of all tiles."""
+        forward = Tiles(codes.view(-1, self.size[2]), scales if self.recipe.block else scales.view(()))
+        return for_both(forward, self.size[0])
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the rows that elements are of, fp32 [rows, tiles, columns of a tile], and the row of tiles of each.

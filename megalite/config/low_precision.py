@@ -24,9 +24,11 @@ class LowPrecisionConfig:
     fp4_format: Literal["e2m1"] | None = None
     """Multiply in FP4 by NVIDIA's recipe: a scale for 16 channels, and one for the row that they are in."""
     fp8_wgrad: bool = False
-    """Compute weight gradients in FP8, too."""
+    """Round both operands of weight gradients, too."""
     fp8_param_gather: bool = False
     """Gather weights as codes and scales of FP8 under ZeRO 3, not in their precision; no number changes."""
+    activation_func_fp8_input_store: bool = False
+    """Keep the inputs of activations of feed-forward layers and experts in FP8, and compute these again in backward."""
     first_last_layers_bf16: bool = False
     """Leave the first and the last layers in the precision of the weights."""
     num_layers_at_start_in_bf16: NonNegativeInt = 1

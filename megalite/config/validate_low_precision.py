@@ -17,7 +17,8 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
-        yield from needs(chosen, "fp8_recipe fp8_wgrad fp8_param_gather", "--fp8-format")
+        names = "fp8_recipe fp8_wgrad fp8_param_gather activation_func_fp8_input_store"
+        yield from needs(chosen, names, "--fp8-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -79,7 +80,10 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
         )
     elif not chosen.fp8_wgrad:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
-        found.append(f"note: {chosen.flag}: weight gradients are not rounded, as Megatron-LM's are{way}")
+        found.append(
+            f"note: {chosen.flag}: weight gradients are products of rounded inputs and of gradients that are not, "
+            f"which Megatron-LM rounds, too{way}"
+        )
     if config.model.num_experts is not None and chosen.recipe == "tensorwise":
         found.append(
             f"note: {chosen.flag}: experts multiply in {config.training.dtype}, since their rows come from "

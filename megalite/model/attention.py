@@ -268,4 +268,6 @@ class Attention(nn.Module):
         rotary = context.rotary if self.window is None else context.windowed_rotary
         if rotary is not None and self.rotary:
             query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
+            if self.query_norm is None and self.heads_norm is None and not gates:
+                value = value.contiguous()  # a view would keep queries and keys as they were before, too
         return query, key, value, gates[0] if gates else None

@@ -19,6 +19,7 @@ from megalite.model.cache import StageCache
 from megalite.model.embedding import Embedding, embedding_scale, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer, recorded_terms
 from megalite.model.layer_kinds import LAYER_KINDS, make_norm
+from megalite.model.moe import MoE
 from megalite.model.prediction import Depth, Prediction, further_terms
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
@@ -176,7 +177,8 @@ class GPT(StageModule):
     def inside(self, *, backward: bool) -> list[Inside]:
         """List the layers' `inside` collectives in the order of forward or of backward.
 
-        In backward, the collectives of a recomputed layer run twice: in its recomputed forward and in its backward.
+        In backward, the collectives of what is recomputed, layers or experts, run twice: in its forward, which runs
+        again, and in its backward.
         """
         passes = [] if self.prediction is None else self.prediction.passes()
         if not backward:
@@ -184,13 +186,13 @@ class GPT(StageModule):
         found, spans = list[Inside](), self.recompute.spans(len(self.layers))
         runs = [(list(self.layers)[start:stop], recomputed) for start, stop, recomputed in spans]
         runs += [([depth], self.recompute.method is not None) for depth in passes]
-        if self.recompute.moe:  # each layer with experts alone, and no other has such collectives
-            layers = [*self.layers, *(layer for depth in passes for layer in depth.layers)]
-            runs = [([layer], True) for layer in layers]
+        if self.recompute.moe:
+            runs = [([module], False) for module in (*self.layers, *passes)]
         for modules, recomputed in reversed(runs):
             those = inside_forward(modules)
-            in_backward = [each for each in reversed(those) for _ in range(each.backward)]
-            found += [*(those if recomputed else ()), *in_backward]
+            alone = (each for module in modules for each in module.modules() if isinstance(each, MoE))
+            again = those if recomputed else inside_forward(alone) if self.recompute.moe else []
+            found += [*again, *(each for each in reversed(those) for _ in range(each.backward))]
         return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import NO_SUMS, TermSums
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import activation
 
 
@@ -74,10 +75,24 @@ class MLP(nn.Module):
             context.replicated(down_bias) if sizes.bias else None,
         )
 
+    @property
+    def stores_activation(self) -> bool:
+        """True if codes of the activation's input are kept, of which backward computes it again."""
+        return self.down.products.stores_activations and self.down.update is None
+
+    @property
+    def inside(self) -> Sequence[Inside]:
+        """The collectives of forward that are not those of its linear layers."""
+        return self.down.products.inside_stored if self.stores_activation else ()
+
     def forward(self, hidden: Tensor, context: LayerContext, *, unread: bool = False) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
         `unread`: see `RowParallelLinear.forward`.
         """
-        inner = self.activation(self.up(hidden, context), self.up.bias)
+        inner, bias = self.up(hidden, context), self.up.bias
+        if self.stores_activation:
+            inner = inner if bias is None else inner + bias
+            return self.down(inner, context, unread=unread, activation=self.activation), NO_SUMS
+        inner = self.activation(inner, bias)
         return self.down(inner, context, unread=unread), NO_SUMS

@@ -94,8 +94,9 @@ class Experts(Adaptable):
             inner = inner + self._up_update(rows, groups)
         if self.up_bias is not None:
             inner = inner + grouped_bias(self.up_bias, groups, inner.shape[1])
-        outputs = self.down_product(inner, weights, self.activation, self.down, groups)
-        if (number := self._down_adapter) is not None:
+        number = self._down_adapter
+        outputs = self.down_product(inner, weights, self.activation, self.down, groups, keeps_values=number is not None)
+        if number is not None:
             small = activated_grouped_linear(inner, weights, self.activation, self.a_of_experts[number], groups)
             outputs = outputs + self._scale * grouped_linear(small, self.b_of_experts[number], groups)
         if self.down_bias is not None:

@@ -206,8 +206,7 @@ class ParameterBucket:
             self.finish_parameter_gather()
             free_storage(self.parameters)
             for slot in self.slots:
-                if slot.parameter.codes:
-                    slot.parameter.codes.clear()
+                slot.parameter.codes = None
 
 
 class Bucket(ParameterBucket):

@@ -37,7 +37,7 @@ class BucketCodes:
         for slot in slots:
             # Products find codes. Whatever else reads a value finds NaN.
             slot.parameter.data = slot.parameter.new_full((), math.nan).expand(slot.parameter.shape)
-            slot.parameter.codes = []
+            slot.parameter.keeps_codes = True
 
     def keep(self) -> None:
         """Keep codes that are made from now on, until `drop`."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
-from megalite.parallel.products import PLAIN, Products
+from megalite.parallel.products import PLAIN, Products, saved_by
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import scale_gradients_
 
@@ -32,20 +32,21 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Parameter, groups: ExpertRows, products: Products) -> Tensor:
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
-        ctx.save_for_backward(input)
-        return products.of_groups(input, weight, *groups)
+        output, kept = products.of_groups(input, weight, *groups)
+        ctx.save_for_backward(*kept)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # a deferred gradient must not keep the graph
-        input_gradient = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
+        (gradient,) = gradients
+        input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
-        product = GroupedProductGradient(gradient, input, *ctx.groups)
+        product = ctx.products.weight_gradient_of_groups(gradient, saved_by(ctx), *ctx.groups)
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
 class _ActivatedGroupedLinear(torch.autograd.Function):
-    """Product of scale * activation(input) and the weights. Only the input and the scale are saved."""
+    """Product of scale * activation(input) and the weights. Only the input, or its codes, and the scale are saved."""
 
     @staticmethod
     def forward(
@@ -56,24 +57,29 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         weight: Parameter,
         groups: ExpertRows,
         products: Products,
+        keeper: Products,
     ) -> Tensor:
-        """Return the products [rows, out]. The input is saved, and activated again in backward."""
+        """Return the products [rows, out]. What `keeper` keeps of the input is activated again in backward."""
         ctx.weight, ctx.activation, ctx.groups, ctx.products = weight, activation, groups, products
-        ctx.save_for_backward(input, scale)
-        return products.of_groups(_scale_(activation(input), scale), weight, *groups)
+        ctx.keeper, ctx.dtype = keeper, input.dtype
+        ctx.save_for_backward(scale, *keeper.keep(input))
+        return products.of_groups(_scale_(activation(input), scale), weight, *groups)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, scale = (saved.detach() for saved in ctx.saved_tensors)
+        """Return the gradients of the input, the scale and the weight."""
+        scale, *kept = saved_by(ctx)
+        assert scale is not None
+        input = ctx.keeper.values(tuple(kept), ctx.dtype)
         with torch.enable_grad():
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
-        gradient = ctx.products.of_groups(gradients[0], ctx.weight, *ctx.groups, backward=True)
+        gradient, _ = ctx.products.of_groups(gradients[0], ctx.weight, *ctx.groups, backward=True)
         scale_gradient = scale_gradients_(gradient, activated, scale)
         (input_gradient,) = torch.autograd.grad(output, input, gradient)
         # Last: until here, the graph may still use what the activation returned.
         product = GroupedProductGradient(gradients[0], _scale_(activated, scale), *ctx.groups)
-        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None
+        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None, None, None
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -120,17 +126,21 @@ def activated_grouped_linear(
     weight: Parameter,
     groups: ExpertRows,
     products: Products = PLAIN,
+    *,
+    keeps_values: bool = False,
 ) -> Tensor:
     """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
 
     Args:
         input: [rows, width], sorted by expert, for an activation that maps them to [rows, in].
         scale: [rows], in fp32 or wider.
+        keeps_values: keep no codes of the input, whatever the products do: another product keeps its values.
 
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products)
+    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 
 

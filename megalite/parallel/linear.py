@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,28 +25,19 @@ from megalite.parallel import collectives
 from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, Parameter, accumulate_grad, is_deferred
-from megalite.parallel.products import ALONE, PLAIN, Products, as_matrix
+from megalite.parallel.parameter import Gradient, LateGradient, Parameter, accumulate_grad, is_deferred
+from megalite.parallel.products import ALONE, PLAIN, Kept, Products, as_matrix, saved_by
 from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
 
 
-@dataclass(frozen=True)
-class _GatheredGradient(Gradient):
-    """A weight gradient that gathers one of its factors only when it is added to the buffer."""
-
-    products: Products
-    output_gradient: Callable[[], Tensor]
-    input: Callable[[], Tensor]
-
-    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        product = self.products.weight_gradient(self.output_gradient(), self.input())
-        product.add_to(target, overwrite=overwrite)
+def _gathered_gradient(products: Products, gradient: Tensor, input: Callable[[], Kept]) -> Gradient:
+    return products.weight_gradient(as_matrix(gradient), input())
 
 
-def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Return a function that gathers on its first call and returns the same tensor on later calls."""
-    return functools.cache(lambda: as_matrix(collectives.all_gather(split, group)))
+def _gather_later(products: Products, split: Kept, group: Group) -> Callable[[], Kept]:
+    """Return a function that gathers on its first call and returns the same tensors on later calls."""
+    return functools.cache(lambda: products.gather(split, group)())
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -68,20 +58,21 @@ class _ColumnParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Parameter,
     ) -> Tensor:
-        """Multiply, and save the input as it is split, with A x."""
+        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x."""
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b, ctx.products = weights, (), products
         if update is None and len(weights) == 1:
-            ctx.save_for_backward(input)
-            return products.forward(input, weights[0], group if sequence_parallel else ALONE)
+            output, kept = products.forward(input, weights[0], group if sequence_parallel else ALONE)
+            ctx.save_for_backward(*kept)
+            return output
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if update is not None:
             ctx.weights, ctx.b = weights[: -update.weights], weights[-update.weights :]
         multiplied = ctx.weights if update is None else ctx.weights[:-1]
         ctx.products = products if multiplied else PLAIN
         if len(multiplied) == 1:
-            output = products.forward(whole, multiplied[0], ALONE)
+            output, _ = products.forward(whole, multiplied[0], ALONE)
         else:
             width = sum(map(len, multiplied)) if update is None else update.width
             output = (whole.new_empty if multiplied else whole.new_zeros)(*whole.shape[:-1], width)
@@ -96,24 +87,27 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights, whose products run beside the messages."""
-        input, *inner = (saved.detach() for saved in ctx.saved_tensors)  # deferred gradients must not keep the graph
-        weights, b = ctx.weights, ctx.b
+        weights, b, update = ctx.weights, ctx.b, ctx.update
+        kept, inner = saved_by(ctx), None
+        if update is not None:
+            kept, inner = kept[:1], kept[1]
         group: Group = ctx.group
         later = ctx.sequence_parallel and any(map(is_deferred, weights))
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
-        input_again = collectives.all_gather_async(input, group) if gather_now else None
         gradient = as_matrix(gradients[0])
-        own = ctx.products.in_backward(gradient, input)
-        if ctx.update is None:
+        own = ctx.products.in_backward(gradient)
+        way = own if update is None else PLAIN  # what an update is of is frozen
+        kept_again = way.gather(kept, group) if gather_now else None
+        if update is None:
             parts = _split_outputs(gradient, weights)
         else:
-            parts = (*_split_outputs(gradient, weights[:-1]), ctx.update.of_inner(gradient, weights[-1], b))
+            parts = (*_split_outputs(gradient, weights[:-1]), update.of_inner(gradient, weights[-1], b))
         input_gradient = reduction = None
         if ctx.needs_input_grad[0]:  # not if all before is frozen
             input_gradient = own.input_gradient(parts[0], weights[0], ALONE)
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 input_gradient.addmm_(part, weight)
-        whole = input_again.wait() if input_again is not None else input
+        whole = kept if kept_again is None else kept_again()
         if input_gradient is not None:
             input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
             if ctx.sequence_parallel:
@@ -121,14 +115,12 @@ class _ColumnParallel(torch.autograd.Function):
             else:
                 reduction = collectives.all_reduce_async_(input_gradient, group)
         products: list[Gradient]
-        ways = [own] * len(parts) if ctx.update is None else [*[own] * (len(parts) - 1), PLAIN]
         if later:
-            gathered = _gather_later(input, group)
-            turned = [functools.partial(as_matrix, part) for part in parts]
-            products = [_GatheredGradient(way, part, gathered) for way, part in zip(ways, turned, strict=True)]
+            gathered = _gather_later(way, kept, group)
+            products = [LateGradient(functools.partial(_gathered_gradient, way, part, gathered)) for part in parts]
         else:
-            products = [way.weight_gradient(part, as_matrix(whole)) for way, part in zip(ways, parts, strict=True)]
-        products += [ctx.update.of_b(gradient, inner[0], number) for number in range(len(b))]
+            products = [way.weight_gradient(part, whole) for part in parts]
+        products += [update.of_b(gradient, inner, number) for number in range(len(b))]
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
         ]
@@ -138,7 +130,8 @@ class _ColumnParallel(torch.autograd.Function):
 class _RowParallel(torch.autograd.Function):
     """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out].
 
-    With an `update`, its A and B follow the weight.
+    With an `activation`, the product is of what this returns of the input, of which backward computes it again. With an
+    `update`, its A and B follow the weight.
     """
 
     @staticmethod
@@ -148,6 +141,7 @@ class _RowParallel(torch.autograd.Function):
         group: Group,
         sequence_parallel: bool,
         unread: bool,
+        activation: Callable[[Tensor], Tensor] | None,
         products: Products,
         update: Update | None,
         *weights: Parameter,
@@ -157,18 +151,27 @@ class _RowParallel(torch.autograd.Function):
         width = len(weights[0]) if update is None else update.width
         multiplied = weights if update is None else weights[:-2]
         ctx.products = products if multiplied else PLAIN
+        ctx.activation, ctx.dtype, ctx.shape = activation, input.dtype, input.shape
         inner = [] if update is None else [torch.mm(as_matrix(input), weights[-2].t())]
-        ctx.save_for_backward(input, *inner)
+        kept: Kept | None = None
+        if activation is not None:
+            kept = products.keep(input)
+        elif update is not None:
+            kept = (input,)
         if unread:
+            ctx.save_for_backward(*inner, *(kept or products.keep(input)))
             if update is not None:
                 inner[0].mul_(update.scale)
             sequence = len(input) // group.size if sequence_parallel else len(input)
             return input.new_zeros(sequence, *input.shape[1:-1], width)
+        if activation is not None:
+            input = activation(input)
         # A new tensor: it can be changed and reduced in place.
         if multiplied:
-            term = products.forward(input, multiplied[0], ALONE)
+            term, of_product = products.forward(input, multiplied[0], ALONE)
         else:
-            term = input.new_zeros(*input.shape[:-1], width)
+            term, of_product = input.new_zeros(*input.shape[:-1], width), (input,)
+        ctx.save_for_backward(*inner, *(kept or of_product))
         if update is not None:
             update.add(as_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
@@ -176,9 +179,11 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights."""
-        input, *inner = (saved.detach() for saved in ctx.saved_tensors)
-        weights, update = ctx.weights, ctx.update
-        own, gathered_by = ctx.products.in_backward(gradients[0], input), ALONE
+        weights, update, kept = ctx.weights, ctx.update, saved_by(ctx)
+        inner = None
+        if update is not None:
+            inner, kept = kept[0], kept[1:]
+        own, gathered_by = ctx.products.in_backward(gradients[0]), ALONE
         gradient = gradients[0]
         reads_values = update is not None or (weights[0].requires_grad and not is_deferred(weights[0]))
         if ctx.sequence_parallel and own.rounds and not reads_values:
@@ -193,15 +198,23 @@ class _RowParallel(torch.autograd.Function):
         input_gradient = own.input_gradient(parts[0], weights[0], gathered_by)
         for part, weight in zip(parts[1:], weights[1:], strict=False):
             input_gradient.addmm_(part, weight)
-        ways = [own] if update is None else [*[own] * (len(weights) - 2), PLAIN]
-        products = [way.weight_gradient(part, as_matrix(input)) for way, part in zip(ways, parts, strict=True)]
-        if ctx.sequence_parallel and is_deferred(weights[0]):
-            gathered = _gather_later(gradients[0], ctx.group)
-            products[0] = _GatheredGradient(own, gathered, functools.partial(as_matrix, input))
+        way = own if update is None else PLAIN  # what an update is of is frozen
+        if ctx.activation is not None:
+            input = own.values(kept, ctx.dtype)
+            with torch.enable_grad():
+                activated = ctx.activation(input.requires_grad_())
+            (input_gradient,) = torch.autograd.grad(activated, input, input_gradient)
+            way, kept = own.keep_again(activated.detach())
+        products: list[Gradient]
         if update is not None:
-            products.append(update.of_b(gradient_matrix, inner[0], 0))
+            products = [*(way.weight_gradient(part, kept) for part in parts), update.of_b(gradient_matrix, inner, 0)]
+        elif ctx.sequence_parallel and is_deferred(weights[0]):
+            split, over = gradients[0], ctx.group
+            products = [LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))]
+        else:
+            products = [way.weight_gradient(gradient_matrix, kept)]
         weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
-        return input_gradient.view_as(input), *[None] * 5, *weight_gradients
+        return input_gradient.view(ctx.shape), *[None] * 6, *weight_gradients
 
 
 def product(input: Tensor, weight: Tensor) -> Tensor:
@@ -367,17 +380,26 @@ class RowParallelLinear(Adaptable):
         self.products.take(self.weight)
         self.inside = self.products.inside
 
-    def forward(self, input: Tensor, places: Places | None = None, *, unread: bool = False) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        places: Places | None = None,
+        *,
+        unread: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out].
 
         Args:
             places: see `ColumnParallelLinear`.
             unread: only backward is asked for. The output is then not computed, and has zeros in place of the product.
+            activation: map the input by it first, and again in backward, of what the products keep of it. Without
+                adapters.
         """
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(
-                input, self.group, self.sequence_parallel, unread, self.products, update, *weights
+                input, self.group, self.sequence_parallel, unread, activation, self.products, update, *weights
             )
             return found
 

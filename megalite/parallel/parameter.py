@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from megalite.parallel.sharding import Piece, Sharding
 from megalite.torch_internals import make_subclass
 from megalite_kernels.grouped import add_grouped_products
 from megalite_kernels.products import add_product
+from megalite_kernels.tile_scales import WeightTiles
 from megalite_kernels.weight_parts import Matrices
 
 
@@ -61,6 +62,16 @@ class ProductGradient(Gradient):
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         add_product(target, self.output_gradient, self.input, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class LateGradient(Gradient):
+    """A gradient that is made when it is added, of what takes less memory or has not been gathered yet."""
+
+    made: Callable[[], Gradient]
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        self.made().add_to(target, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
@@ -149,8 +160,10 @@ class Parameter(nn.Parameter):
 
     sharding: Sharding
     gradient_buffer: GradientBuffer | None
-    codes: list[Any] | None = None
-    """Codes and scales of the values, once they are made; None: they are not kept (`products.kept_codes`)."""
+    codes: WeightTiles | None = None
+    """Codes and scales of the values; None: they are not made, or not kept."""
+    keeps_codes = False
+    """True if codes are kept once they are made (`products.kept_codes`)."""
     coded: Coded | None = None
     """Way to make codes, which are gathered in place of the values; None: values are gathered."""
 

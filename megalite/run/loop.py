@@ -10,50 +10,28 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megalite.config.run import TaskConfig
-from megalite.entry_points import entry_point
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.lifecycle.control_files import ControlFiles, has_file
+from megalite.lifecycle.control_files import ControlFiles
 from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.collectives import on_any_rank
 from megalite.process.signals import StopRequest
 from megalite.run.evaluation import evaluate
+from megalite.run.records import Records
 from megalite.run.timing import Timing, gather_timing
-from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
-from megalite.training.ledger import Decision, Ledger
+from megalite.training.ledger import Decision
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import (
-    Metrics,
-    MetricsWriter,
-    SampleMetrics,
-    Sink,
-    StepMetrics,
-    TestMetrics,
-    ValidationMetrics,
-)
+from megalite.training.metrics import SampleMetrics, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, DATA, EVALUATION, SAVE, START, STEP
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 if TYPE_CHECKING:
     from megalite.run.copies import Copies
     from megalite.run.corruption import Watch
     from megalite.run.monitor import Monitor
-
-LEDGER = "ledger.jsonl"
-"""File of the run directory with decisions that depart from the plain rule, if there are any."""
-_TIMES = {
-    "data_time_s": (STEP, DATA),
-    "save_time_s": (SAVE, SAVE),
-    "evaluation_time_s": (EVALUATION, EVALUATION),
-    "start_time_s": (START, START),
-}
-"""Sections whose seconds records have, with the section around them."""
-LEAST_TIME = 1e-3
-"""Seconds of a section that a record does not tell: a look at a save in the background takes less."""
 
 
 class TextSampler(Protocol):
@@ -90,8 +68,7 @@ class TrainingLoop:
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self.startup = startup
         self._timed = trainer.iteration
-        self._writer = MetricsWriter()
-        self._ledger: Ledger | None = None
+        self.records = Records(trainer, display.message)
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self.copies: Copies | None = None
@@ -162,11 +139,8 @@ class TrainingLoop:
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
-            self._open_records()
-            stack.push(self._close_records)
-            if self.mesh.rank == 0 and trainer.directory is not None and has_file(trainer.directory / LEDGER):
-                self._ledger = self._open_ledger(trainer.directory)
-            self._record_next([])
+            stack.push(self.records.close)
+            self.records.open()
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
@@ -184,22 +158,6 @@ class TrainingLoop:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _open_records(self) -> None:
-        """Open the metrics, without those of steps that are run again."""
-        trainer = self.trainer
-        self._writer = _metrics_writer(trainer, self.display.message)
-        trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
-        if self._writer.note is not None:
-            self.display.message(self._writer.note)
-
-    def _close_records(self, *error: Any) -> None:
-        """Close the metrics and the ledger, which may have been opened again since the start."""
-        records = ExitStack()
-        records.push(self._writer)
-        if self._ledger is not None:
-            records.push(self._ledger)
-        records.__exit__(*error)
-
     def begin_again(self, decisions: Sequence[Decision]) -> None:
         """Go on from the step to which the trainer has gone back: records and decisions of later ones are removed.
 
@@ -211,21 +169,9 @@ class TrainingLoop:
         del self.sections.spent[START, START]  # of loading, which is no start
         if trainer.iteration == self.saves[0]:  # the record with the figures of the start is removed
             self.metrics, self.sections.spent[START, START] = None, self._start_seconds
-        self._writer.close()
-        self._open_records()
-        if self._ledger is not None and trainer.directory is not None:
-            self._ledger.close()
-            self._ledger = self._open_ledger(trainer.directory)
-        self._record_next(decisions)
+        self.records.close()
+        self.records.open(decisions)
         self.log_progress("goes back")
-
-    def _record_next(self, decisions: Sequence[Decision]) -> None:
-        """Record decisions, behind those of the checkpoint's loading, as of the next step: another start from here, or
-        going back to here, replaces them."""
-        trainer = self.trainer
-        found, trainer.loaded = trainer.loaded.decisions, replace(trainer.loaded, decisions=())
-        if found or decisions:
-            self.record_decisions([*found, *decisions], trainer.iteration + 1)
 
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
@@ -253,9 +199,9 @@ class TrainingLoop:
             figures["predicted_memory_bytes"] = counted
         self.metrics = replace(metrics, extra={**metrics.extra, **figures})
         lines = self._observed(self.metrics) if self.monitors else ()
-        self._record(self.metrics)
+        self.records.write(self.metrics)
         if self.trainer.decisions:
-            self.record_decisions(self.trainer.decisions)
+            self.records.write_decisions(self.trainer.decisions)
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
@@ -265,6 +211,12 @@ class TrainingLoop:
         if drawn is not None:
             self.display.message(drawn)
         self._tell_empty()
+
+    def _timing(self) -> Timing:
+        """Gather the timing of the steps since the last call. Called by all ranks together."""
+        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
+        with self.sections(AGREEMENT):
+            return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _observed(self, metrics: StepMetrics) -> Sequence[str]:
         """Have the monitors look at a step, and add their figures to its record. Returns their lines."""
@@ -310,7 +262,7 @@ class TrainingLoop:
             losses = {"": loss, **{name[4:]: mean for name, mean in others.items() if name.startswith("loss/")}}
             extra = {f"valid_perplexity{of}": perplexity(mean) for of, mean in losses.items()} if wanted else {}
             extra |= {f"valid_{name}": mean for name, mean in others.items()}
-            self._record(ValidationMetrics(*trainer.where(), loss, extra=extra))
+            self.records.write(ValidationMetrics(*trainer.where(), loss, extra=extra))
 
     def _test(self) -> None:
         trainer = self.trainer
@@ -320,14 +272,14 @@ class TrainingLoop:
             assert means is not None
             loss, others = self._shown("test", means)
             extra = {f"test_{name}": mean for name, mean in others.items()}
-            self._record(TestMetrics(*trainer.where(), loss, extra=extra))
+            self.records.write(TestMetrics(*trainer.where(), loss, extra=extra))
 
     def _sample(self, sampler: TextSampler) -> None:
         """Record and show what the network writes."""
         with self.sections(EVALUATION):
             texts = sampler.texts()
         for text in texts:
-            self._record(SampleMetrics(*self.trainer.where(), text))
+            self.records.write(SampleMetrics(*self.trainer.where(), text))
             self.display.sample(self.trainer.iteration, text)
 
     def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
@@ -362,12 +314,10 @@ class TrainingLoop:
 
     def _save(self, *, last: bool) -> None:
         with self.sections(SAVE):
-            self._writer.publish()
             if (decision := self.trainer.balance()) is not None:
                 self.display.message(f"data-parallel shares: {decision.why}")
-                self.record_decisions([decision])
-            if self._ledger is not None:
-                self._ledger.publish()
+                self.records.write_decisions([decision])
+            self.records.publish()
             self.trainer.save(self.display, last=last)
         self.saves.append(self.trainer.iteration)
 
@@ -394,6 +344,11 @@ class TrainingLoop:
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
         self.log_progress("stopped")
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
+
+    def log_progress(self, what: str) -> None:
+        """Append a line to DIR/progress.txt, if `--log-progress` is given: what has happened to the run."""
+        if self.trainer.checkpoints is not None:
+            self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -442,74 +397,3 @@ class TrainingLoop:
     def agreed(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Called after each step."""
         return on_any_rank(flags, self.mesh)
-
-    # ------------------------------------------------------------------------------------------------ records
-
-    def _timing(self) -> Timing:
-        """Gather the timing of the steps since the last call. Called by all ranks together."""
-        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
-        with self.sections(AGREEMENT):
-            return gather_timing(self.sections.take(), steps, self.mesh)
-
-    def log_progress(self, what: str) -> None:
-        """Append a line to DIR/progress.txt, if `--log-progress` is given: what has happened to the run."""
-        if self.trainer.checkpoints is not None:
-            self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
-
-    def _record(self, metrics: Metrics) -> None:
-        """Write a record, with what this rank has spent since the last one."""
-        times = {}
-        for key, section in _TIMES.items():
-            if (seconds := self.sections.spent.pop(section, 0.0)) > LEAST_TIME:
-                times[key] = seconds
-        told = self._writer.write(replace(metrics, extra={**metrics.extra, **times}))
-        if told is not None:
-            self.display.message(told)
-
-    def record_decisions(self, decisions: Sequence[Decision], step: int | None = None) -> None:
-        """Write decisions that a step, or what follows it, has made into DIR/ledger.jsonl. Rank 0 writes.
-
-        `step`: None for the last one.
-        """
-        directory = self.trainer.directory
-        if self.mesh.rank != 0 or directory is None:
-            return
-        if self._ledger is None:
-            self._ledger = self._open_ledger(directory)
-        told = self._ledger.write(self.trainer.iteration if step is None else step, decisions)
-        if told is not None:
-            self.display.message(told)
-
-    def _open_ledger(self, directory: AnyPath) -> Ledger:
-        """Open the ledger, without the lines of steps that are run again."""
-        ledger = Ledger(directory / LEDGER, self.trainer.iteration)
-        if ledger.note is not None:
-            self.display.message(ledger.note)
-        return ledger
-
-
-def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | None:
-    """Return the file that the metrics of a run are written to, or None if there is none."""
-    if config.logging.metrics_path:
-        return open_directory(config.logging.metrics_path)
-    return None if directory is None else directory / "metrics.jsonl"
-
-
-def _metrics_writer(trainer: Trainer, tell: Callable[[str], None]) -> MetricsWriter:
-    """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
-    if trainer.mesh.rank != 0:
-        return MetricsWriter()
-    config, directory, ranks = trainer.config, trainer.directory, trainer.mesh.world_size
-    where = trainer.iteration, trainer.consumed_samples
-
-    def open_sinks() -> Sequence[Sink]:
-        wanted = config.reporting.wanted(config.checkpoint.save, config.logging.tensorboard_dir)
-        return entry_point("sinks")(config, wanted, directory, *where, ranks, tell) if wanted else ()
-
-    return MetricsWriter(
-        metrics_path(config, directory),
-        trainer.iteration,
-        evaluation_left=trainer.evaluation_left,
-        recorded=trainer.loaded.records,
-        open_sinks=open_sinks,
-    )

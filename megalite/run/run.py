@@ -27,7 +27,8 @@ from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.launchers import MEMORY_FILES
 from megalite.process.place import Place
-from megalite.run.loop import TrainingLoop, metrics_path
+from megalite.run.loop import TrainingLoop
+from megalite.run.records import metrics_path
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.branch import in_words
 from megalite.training.data import has_length, last_iteration

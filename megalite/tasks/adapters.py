@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megalite.conversion.native import named_base, open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
+from megalite.model.moe import Experts
 from megalite.optim.layout import unique_parameters
 from megalite.parallel.adapter import adaptable_layers, is_frozen, named
 from megalite.parallel.collective_error import raise_on_all_ranks
@@ -46,6 +48,23 @@ def check_names(model: ModelConfig, adapters: AdaptersConfig) -> None:
         problems = list(_freeze_problems(network, adapters.freeze))
         if problems:
             raise ConfigurationError("\n".join(problems))
+
+
+@lru_cache(maxsize=1)
+def adapter_products(model: ModelConfig, adapters: AdaptersConfig) -> float | None:
+    """Return the multiplications of all adapters for a token, or None without adapters.
+
+    Rows of the B of an embedding are looked up. A token passes the adapters of the experts that it chooses.
+    """
+    if adapters.lora_rank is None:
+        return None
+    total = 0
+    for layer in adaptable_layers(GPT(model, ParallelMesh(device=torch.device("meta")))):
+        times = model.moe_router_topk if isinstance(layer, Experts) else 1
+        for matrix in layer.chosen(adapters):
+            rows, columns = matrix.tensor.matrix_size
+            total += times * (columns if matrix.looked_up else rows + columns)
+    return float(total * adapters.lora_rank)
 
 
 def _freeze_problems(network: GPT, patterns: Sequence[str]) -> Iterator[str]:

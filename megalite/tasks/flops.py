@@ -16,8 +16,8 @@ from megalite.config.model import ModelConfig
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 
-# Dense bf16 and fp16 peaks in FLOP/s, which the planner reads, too. An entry matches a device if the device's name has
-# all its words; the longest one counts.
+# Dense bf16 and fp16 peaks in FLOP/s, which the planner reads, too. Utilization (MFU) is of these, whatever products
+# are rounded to. An entry matches a device if the device's name has all its words; the longest one counts.
 _PEAK_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 datasheet
     "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM5
@@ -37,13 +37,19 @@ _PEAK_FLOPS = {
 
 
 def flops_per_token(
-    model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True, frozen: bool = False
+    model: ModelConfig,
+    padded_vocab_size: int,
+    sequence_length: int,
+    *,
+    causal: bool = True,
+    adapters: float | None = None,
 ) -> float:
     """Return the model FLOPs of a training step per token, summed over all ranks.
 
     Args:
         causal: count only the attention scores inside the causal mask and the sliding window; otherwise all scores.
-        frozen: all weights are frozen beside adapters, which are not counted: no product is of a weight's gradient.
+        adapters: multiplications of adapters for a token, beside which all weights are frozen: no product is of the
+            gradient of one. None: the weights are trained.
     """
     layers = of_weights = 0.0
     for layer in model.passed_layers:
@@ -53,8 +59,10 @@ def flops_per_token(
     logits = model.hidden_size * padded_vocab_size * (1 + model.depths)
     projections = 2 * model.hidden_size**2 * model.depths
     passes = 1 if model.trains_indexers_alone else _FORWARD_AND_BACKWARD
-    left_out = of_weights + projections + logits if frozen else 0.0
-    return float(_MULTIPLY_AND_ADD * (passes * (layers + projections + logits) - left_out))
+    products = passes * (layers + projections + logits)
+    if adapters is not None:
+        products += passes * adapters - (of_weights + projections + logits)
+    return float(_MULTIPLY_AND_ADD * products)
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

@@ -38,7 +38,7 @@ from megalite.storage import AnyPath
 from megalite.tasks.adapters import base_of, check_adapters, check_same_adapters, check_same_trained, start_of_adapters
 from megalite.training import builder
 from megalite.training.batches import Cutting
-from megalite.training.kernels import compile_layers, require_recipe, require_whole_blocks
+from megalite.training.kernels import compile_layers, require_recipe, require_whole_units
 from megalite.training.metrics import LARGEST_LOGIT
 from megalite.training.resume import ResumePoint, open_initial_model
 from megalite.training.task import Task
@@ -67,7 +67,7 @@ class GPTNetworkTask(Task):
         if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
             require_recipe(self.config, mesh.device)
-            require_whole_blocks(self.config, chunks, mesh.device)
+            require_whole_units(self.config, chunks, mesh.device)
             if self.config.kernels.compile:
                 compile_layers(chunks)
             if self.config.offload.offloads_activations:

@@ -32,7 +32,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.tasks import summary
-from megalite.tasks.adapters import check_names
+from megalite.tasks.adapters import adapter_products, check_names
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
 from megalite.tasks.gpt_network import GPTNetworkTask
@@ -85,8 +85,8 @@ class GPTTask(GPTNetworkTask):
         self.tokens_per_sample, self.sources = config.data.seq_length, told(data.sources)
         self.cutting = builder.make_cutting(config, mesh)
         padded = self.model.padded_vocab_size(mesh.size("tp"))
-        length, frozen = config.data.seq_length, not self.saves_frozen
-        self._flops_per_token = flops_per_token(self.model, padded, length, frozen=frozen)
+        adapters = adapter_products(self.model, config.adapters)
+        self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length, adapters=adapters)
         self._peak_flops = peak_flops(device.device_name(mesh.device))
         self.evaluated = (LM_LOSS, *further_terms(self.model))
         self.chunks = []

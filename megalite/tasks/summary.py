@@ -103,7 +103,7 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
 def precision_line(config: RunConfig) -> str:
     """Return the dtype of the network, and the recipe of its products."""
     recipe = config.low_precision.recipe
-    return config.training.dtype + ("" if recipe is None else f", products in {recipe}")
+    return config.training.dtype + ("" if recipe is None else f", products in {recipe} (MFU: of bfloat16's peak)")
 
 
 def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:

@@ -175,7 +175,12 @@ def roundings(config: RunConfig) -> Roundings:
     chosen, layers = config.low_precision, config.model.num_layers
     if chosen.recipe is None:
         return UNROUNDED
-    each = Rounding(recipe(chosen.recipe, chosen.fp8_format or "e4m3"), chosen.fp8_wgrad, chosen.fp8_param_gather)
+    each = Rounding(
+        recipe(chosen.recipe, chosen.fp8_format or "e4m3"),
+        chosen.fp8_wgrad,
+        chosen.fp8_param_gather,
+        chosen.activation_func_fp8_input_store,
+    )
     of_layers = tuple(each if chosen.is_rounded(layer, layers) else None for layer in range(layers))
     return Roundings(of_layers, None if chosen.recipe == "nvfp4" else each)  # as Megatron-LM does with depths
 

@@ -30,7 +30,7 @@ from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
 from megalite.model.heads_norm import HeadsNorm
 from megalite.model.latent_attention import LatentAttention
-from megalite.model.moe import Experts, MoE
+from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
 from megalite.model.sparse_attention import SparseAttention
 from megalite.optim.buckets import Bucket
@@ -41,7 +41,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import Kernels, on_gpu, use
 from megalite_kernels.recipes import recipe
-from megalite_kernels.scaled_products import refusal
+from megalite_kernels.scaled_products import UNIT, refusal
 
 _UNTRACED: tuple[tuple[type, str], ...] = (
     (ColumnParallelLinear, "forward"),
@@ -107,33 +107,32 @@ def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
 
 
 def require_recipe(config: RunConfig, device: torch.device) -> None:
-    """Raise ConfigurationError if a GPU does not multiply in the few bits that are asked for."""
+    """Raise ConfigurationError if a GPU is to multiply, not to emulate, in few bits that it does not have."""
     chosen = config.low_precision
-    if chosen.recipe is None or not on_gpu(device):
+    if chosen.recipe is None or not on_gpu(device) or config.kernels.kernels == "reference":
         return
     if config.training.fp64:
-        raise ConfigurationError(f"{chosen.flag} with --fp64 on a GPU, which has no such products: run it on a CPU")
-    if chosen.fp8_wgrad and chosen.recipe == "blockwise":
-        raise ConfigurationError(f"--fp8-wgrad with {chosen.flag} has not run on a GPU: leave --fp8-wgrad out")
+        raise ConfigurationError(
+            f"{chosen.flag} with --fp64 on a GPU, which has no such products: run it on a CPU, or emulate it by "
+            "--kernels reference"
+        )
     if problem := refusal(recipe(chosen.recipe, chosen.fp8_format or "e4m3"), device):
-        raise ConfigurationError(f"{chosen.flag}: {problem}: leave the flag out to train without it")
+        raise ConfigurationError(f"{chosen.flag}: {problem}: leave the flag out, or emulate it by --kernels reference")
 
 
-def require_whole_blocks(config: RunConfig, chunks: Iterable[GPT], device: torch.device) -> None:
-    """Raise ConfigurationError if a GPU cannot multiply with a weight in few bits, since its widths are no blocks."""
-    if config.low_precision.recipe is None or not on_gpu(device) or config.kernels.kernels == "reference":
+def require_whole_units(config: RunConfig, chunks: Iterable[GPT], device: torch.device) -> None:
+    """Raise ConfigurationError if a GPU's products with one scale for a tensor do not take a weight's widths."""
+    if config.low_precision.recipe != "tensorwise" or not on_gpu(device) or config.kernels.kernels == "reference":
         return
-    block = 128 if config.low_precision.recipe == "blockwise" else 16
     for module in (module for chunk in chunks for module in chunk.modules()):
         if not isinstance(module, Adaptable) or not getattr(module, "products", PLAIN).rounds:
             continue
         for weight in module.weights_to_adapt():
-            count = module.count if isinstance(module, Experts) else 1
-            widths = weight.shape[0] // count, weight.shape[1]
-            if any(width % block for width in widths):
+            if any(width % UNIT for width in weight.shape):
                 raise ConfigurationError(
-                    f"{config.low_precision.flag}: a rank has {widths[0]} x {widths[1]} of {weight.sharding.name}, and "
-                    f"a GPU multiplies multiples of {block}: change these widths, or leave the flag out"
+                    f"{config.low_precision.flag}: a rank has {weight.shape[0]} x {weight.shape[1]} of "
+                    f"{weight.sharding.name}, and a GPU multiplies multiples of {UNIT}: change these widths, or leave "
+                    "the flag out"
                 )
 
 

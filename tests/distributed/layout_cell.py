@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -203,6 +204,7 @@ class Cell:
     recipe: str | None = None  # of products with rounded operands
     hybrid: bool = False  # gradients in e5m2
     rounds_weight_gradients: bool = False
+    stores_activations: bool = False
     gathers_codes: bool = False
     plain_layers: tuple[int, ...] = ()  # whose operands are not rounded
     wide: int = 1  # factor of all widths, so that ranks have whole blocks
@@ -341,7 +343,7 @@ def expert_layers(cell: Cell) -> tuple[int, ...]:
     return tuple(number for number, letter in enumerate(re.sub(r"[^-E]", "", cell.pattern)) if letter == "E")
 
 
-def valid(row: Row) -> bool:
+def valid(row: Mapping[str, Any]) -> bool:
     """Tell whether a row of the matrix's factors, perhaps incomplete, can be run, with at most 8 ranks.
 
     Only rows that `validate` refuses are invalid.
@@ -365,7 +367,7 @@ def valid(row: Row) -> bool:
     return samples(row["dp"]) % (row["dp"] * row["micro_batch_size"]) == 0
 
 
-def _valid_context(row: Row) -> bool:
+def _valid_context(row: Mapping[str, Any]) -> bool:
     """Tell whether the row's context parallelism can be run, and is not the same as that of a plainer row."""
     cp, tensor = row["cp"], row["tp"] if row["sequence_parallel"] else 1
     if cp == 1:
@@ -377,7 +379,7 @@ def _valid_context(row: Row) -> bool:
     return LONG_SEQUENCE % chunks == 0 and heads % head_ranks(row) == 0
 
 
-def head_ranks(row: Row) -> int:
+def head_ranks(row: Mapping[str, Any]) -> int:
     """Return how many context-parallel ranks exchange heads."""
     return {"a2a": row["cp"], "a2a+p2p": 2}.get(row["way"], 1)
 
@@ -450,7 +452,7 @@ def roundings(cell: Cell) -> Roundings:
     if cell.recipe is None:
         return Roundings()
     chosen = recipe(cell.recipe, "hybrid" if cell.hybrid else "e4m3")
-    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes)
+    each = Rounding(chosen, cell.rounds_weight_gradients, cell.gathers_codes, cell.stores_activations)
     of_layers = tuple(None if layer in cell.plain_layers else each for layer in range(layers(cell)))
     return Roundings(of_layers, None if cell.recipe == "nvfp4" else each)
 
@@ -579,7 +581,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_expert_capacity_factor": experts.capacity_factor,
         "moe_token_drop_policy": cell.drop_policy,
         "moe_pad_expert_input_to_capacity": cell.padded_experts,
-        "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] or None,
+        "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] * cell.wide or None,
         "moe_latent_size": LATENT.get(cell.family),
         "moe_shared_expert_gate": cell.family == "switch",
         "moe_shared_expert_overlap": cell.shared_overlap and SHARED_FFN[cell.family] > 0,
@@ -620,7 +622,7 @@ def network(cell: Cell) -> Network:
         expert_layers=expert_layers(cell),
         experts=NUM_EXPERTS.get(family, 0),
         expert_ffn=EXPERT_FFN.get(family) or ffn(cell),
-        shared_ffn=SHARED_FFN.get(family, 0),
+        shared_ffn=SHARED_FFN.get(family, 0) * cell.wide,
         shared_gate=family == "switch",
         latent=LATENT.get(family, 0),
         mamba=MAMBA[cell.recurrent],

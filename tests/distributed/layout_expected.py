@@ -189,8 +189,9 @@ def expected(alone: Cell) -> Expected:
         used = weights if adapters is None else adapters.merged(weights)
         rule = None
         if alone.recipe is not None:
-            rule = Rule(alone.recipe, alone.hybrid, alone.rounds_weight_gradients, alone.plain_layers)
-        with nullcontext() if rule is None else RoundedLinears(used, rule):
+            each = alone.recipe, alone.hybrid, alone.rounds_weight_gradients, alone.plain_layers
+            rule = RoundedLinears(used, Rule(*each, alone.stores_activations))
+        with nullcontext() if rule is None else rule:
             normed = model.normed(used, *fields, dropped, routing)
         logits = model.logits_of(used, normed)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))

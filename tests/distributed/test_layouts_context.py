@@ -214,6 +214,7 @@ def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools
             for family in ("switch", "kimi")
             for recompute in ("none", "block")
         ),
+        pytest.param("mixtral", "experts", marks=pytest.mark.wide),
     ],
 )
 def test_what_routers_do_together_is_declared(family: str, recompute: str, rank_pools: RankPools) -> None:

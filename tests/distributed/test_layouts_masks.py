@@ -80,7 +80,7 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
     "layout",
     [
         *cases(["tp2-dp1-pp1"]),
-        *(pytest.param(layout, id=name) for name, layout in EXPERTS.items()),
+        *(pytest.param(layout, id=name, marks=pytest.mark.wide) for name, layout in EXPERTS.items()),
         pytest.param({"tp": 1, "dp": 1, "cp": 4, "way": "all_gather", "zero": 2}, id="cp4", marks=pytest.mark.wide),
     ],
 )

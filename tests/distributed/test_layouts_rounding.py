@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.layout_cell import make_cell
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
 from tests.distributed.test_checkpoint_layouts import Pair, check
+from tests.distributed.test_layouts_context import collectives_called
 from tests.harness.close import assert_gradient_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
@@ -20,6 +21,7 @@ FP4: Row = {"recipe": "nvfp4", "wide": 2, "family": "llama"}
 MX: Row = {"recipe": "mxfp8", "wide": 4, "family": "llama"}
 SQUARES: Row = {"recipe": "blockwise", "wide": 16, "family": "llama"}
 WHOLE: Row = {"recipe": "tensorwise", "wide": 2, "family": "llama"}
+AGAIN: Row = {"stores_activations": True}
 LAYOUTS: dict[str, Row] = {
     "mx": {**MX, "dp": 1, "documents": True},
     "mx, weight gradients": {**MX, "dp": 1, "rounds_weight_gradients": True, "output_gate": True},
@@ -60,6 +62,12 @@ LAYOUTS: dict[str, Row] = {
     "whole, cp2-tp2-sp": {**WHOLE, "dp": 1, "cp": 2, **SP, "hybrid": True},
     "whole, cp2, heads exchanged": {**WHOLE, "dp": 1, "cp": 2, "way": "a2a", "tp": 2},
     "whole, pp2, deferred": {**WHOLE, **SP, "pp": 2, "dp": 1, "schedule": "zb-h1", "rounds_weight_gradients": True},
+    "whole, activations again": {**WHOLE, **SP, "dp": 1, "cp": 2, "rounds_weight_gradients": True, **AGAIN},
+    "squares, activations again": {**SQUARES, **SP, "dp": 1, "hybrid": True, **AGAIN, "family": "gpt2"},
+    "mx, activations again": {**MX, **SP, "dp": 1, "pp": 2, "schedule": "zb-h1", **AGAIN, "plain_layers": (0,)},
+    "mx, activations of parts again": {**MX, "tp": 2, "dp": 1, "mlp_parts": 3, **AGAIN},
+    "mx, experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "mixtral", **AGAIN},
+    "mx, shared experts' activations again": {**MX, **SP, "dp": 1, "ep": 2, "family": "deepseek", **AGAIN},
     "whole, zero3": {**WHOLE, "dp": 2, "zero": 3, "plain_layers": (0, 3)},
 }
 OFTEN = ["fp4, tp2-sp"]
@@ -75,7 +83,7 @@ def test_steps_are_the_oracles(name: str, rank_pools: RankPools) -> None:
 @pytest.mark.wide_except("fp4, tp2-uniform")
 @pytest.mark.bits
 @pytest.mark.parametrize("recompute", ["uniform", "block", "selective"])
-@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2"])
+@pytest.mark.parametrize("layout", ["mx, experts", "fp4, tp2", "whole, cp2", "whole, activations again"])
 def test_recomputed_layers_have_the_same_bits(layout: str, recompute: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout] | {"recompute": "none"}, dropout=0.1, steps=2, optimizer="adam")
     plain, again = run(rank_pools, [cell, replace(cell, recompute=recompute)])
@@ -99,6 +107,8 @@ ALIKE: dict[str, tuple[Row, Row]] = {
     "adapters, tp2-sp, deferred": ({**MX, "adapters": "lora"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
     "adapters with dropout, cp2": ({**WHOLE, "adapters": "dropout", "rounds_weight_gradients": True}, {"cp": 2}),
     "adapters of lengths, tp2": ({**FP4, "adapters": "dora"}, {"tp": 2}),
+    "adapters with dropout, tp2-sp, deferred": ({**MX, "adapters": "dropout"}, {**SP, "pp": 2, "schedule": "zb-h1"}),
+    "adapters, activations again": ({**MX, "adapters": "lora", **AGAIN}, {**SP}),
     "adapters of experts, tp2-sp": ({**FP4, "adapters": "lora", "family": "mixtral"}, SP),
     "depths, tp2-sp, pp2": ({**MX, "depths": 2, "plain_layers": (3,)}, {**SP, "pp": 2}),
     "depths, fp4, cp2": ({**FP4, "depths": 1}, {"cp": 2}),
@@ -119,11 +129,41 @@ def test_layouts_train_as_one_process(name: str, rank_pools: RankPools) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts"])
+@pytest.mark.parametrize("layout", ["mx, tp2-sp", "whole", "mx, experts", "squares, activations again"])
 def test_compiled_layers_train_alike(layout: str, rank_pools: RankPools) -> None:
     cell = make_cell({"cp": 1} | LAYOUTS[layout], steps=2, compiled="aot_eager")
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
+
+
+@pytest.mark.wide
+@pytest.mark.bits
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_layers_with_adapters_on_their_second_matrix_leave_stored_codes_aside(
+    family: str, rank_pools: RankPools
+) -> None:
+    cell = make_cell({**MX, "dp": 1, "cp": 1, "adapters": "lora", "family": family}, steps=2)
+    aside, plain = run(rank_pools, [replace(cell, stores_activations=True), cell])
+    assert_same_bits(aside, plain, family)
+
+
+AGAIN_ROUNDED: Row = {**WHOLE, "dp": 1, "cp": 2, "rounds_weight_gradients": True, **AGAIN}
+TOGETHER: dict[str, Row] = {
+    "dense": {**AGAIN_ROUNDED, "recompute": "block"},
+    "gradients of values": AGAIN_ROUNDED | {"rounds_weight_gradients": False},
+    "adapters": {**AGAIN_ROUNDED, "adapters": "lora"},
+    "shared experts": {**AGAIN_ROUNDED, "family": "deepseek", "recompute": "experts"},
+    "depths": {**AGAIN_ROUNDED, "depths": 2, "recompute": "uniform"},
+    "depths with experts": {**AGAIN_ROUNDED, "family": "mixtral", "depths": 1, "recompute": "experts"},
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", TOGETHER)
+def test_what_ranks_do_together_for_scales_is_declared(name: str, rank_pools: RankPools) -> None:
+    for rank in rank_pools(2).run(collectives_called, make_cell(TOGETHER[name])):
+        for called, declared in rank:
+            assert called == declared > 0
 
 
 LOADS: dict[str, tuple[Row, Row]] = {

@@ -82,6 +82,7 @@ RECIPES = {
     "tensorwise, hybrid, weight gradients": Rounding(recipe("tensorwise", "hybrid"), weight_gradients=True),
     "blockwise": Rounding(recipe("blockwise")),
     "blockwise, weight gradients": Rounding(recipe("blockwise"), weight_gradients=True),
+    "blockwise, activations again": Rounding(recipe("blockwise"), stores_activations=True),
     "mxfp8": Rounding(recipe("mxfp8"), weight_gradients=True),
     "nvfp4": Rounding(recipe("nvfp4")),
 }

@@ -13,6 +13,7 @@ FLAGS = [*MOCK, *LLAMA, *words("--save-interval 2")]
 DEPTHS = words("--mtp-num-layers 2")
 
 
+@pytest.mark.wide  # tests/distributed/test_layouts_prediction.py trains and resumes such networks
 def test_it_learns_and_resumes_with_the_same_bits(run: Run, tmp_path: Path) -> None:
     """In bf16, on a stage of its own."""
     flags = [*FLAGS, *DEPTHS, *words("--bf16 --pp 2 --mtp-standalone --mtp-use-repeated-layer --eval-iters 1")]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.end_to_end.conftest import run, start
 
@@ -17,15 +15,7 @@ FOLDER = Path(__file__).parent
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of the rooms."""
+    of_rooms = {path for path in {item.path for item in items} if FOLDER in path.parents[1:]}
     for item in items:
-        if FOLDER in item.path.parents[1:]:
+        if item.path in of_rooms:
             item.add_marker(pytest.mark.extra)
-
-
-@pytest.fixture(autouse=True)
-def deterministic_mode_as_before() -> Iterator[None]:
-    """Leave torch's deterministic mode, which is the process's, to the next test as it was."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    if torch.are_deterministic_algorithms_enabled() != before:
-        torch.use_deterministic_algorithms(before)

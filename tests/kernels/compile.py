@@ -3,7 +3,8 @@
     make compile-kernels
 
 The operations run on the meta device at the shapes of `megalite_kernels.cases`, and each launch is compiled instead:
-for NVIDIA's sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300). Prints registers, spills,
+for NVIDIA's sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300); products in 8 bits for
+sm_89 (L40, RTX 4090), sm_90 and sm_100, since `scaled_products.refusal` refuses the others. Prints registers, spills,
 shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64
 (as torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is
 compiled anew where the number of tokens changes. Needs Triton and no GPU.
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,13 +35,16 @@ from megalite_kernels import launch
 from megalite_kernels.case import Case
 from megalite_kernels.cases import cases
 from megalite_kernels.implementation import Kernels, use
+from megalite_kernels.product_cases import product_cases
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+WITH_FP8 = ("sm_89", "sm_90", "sm_100")
 # What changes from batch to batch, and must change no kernel. (No tensor takes 2 GiB: there AMD's addresses grow.)
 TOKENS = (2048, 2047, 1)
 WIDE = 0.75  # of the bits; the rest are a row's statistics, and what a program does once
@@ -156,12 +161,20 @@ def launch_all(case: Case, tokens: int) -> None:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
+def cases_of(target: str) -> Iterator[Case]:
+    """Yield what to compile for a target. On sm_89 these are products in 8 bits: for the rest sm_80 stands."""
+    if target != "sm_89":
+        yield from cases()
+    if target in WITH_FP8:
+        yield from product_cases()
+
+
 def compile_target(target: str, only: str = "") -> tuple[list[Compiled], list[str]]:
     """All launches of one target, of cases with this in their name, and what is wrong with them. Runs in a process of
     its own.
     """
     launched, found, faults = compile_only(target), [], []
-    for case in (case for case in cases() if only in f"{case.operation} {case.name}"):
+    for case in (case for case in cases_of(target) if only in f"{case.operation} {case.name}"):
         variants = []
         for tokens in TOKENS:
             launched.clear()

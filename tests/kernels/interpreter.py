@@ -4,7 +4,8 @@ The stock interpreter (3.5 to 3.9) computes bf16 on raw bits and truncates where
 that no argument holds, and runs one program after the other. Under this one
 
 - bf16 is held as fp32, rounded to nearest even after each operation;
-- fp8 e4m3fn and e5m2 are cast as NVIDIA's GPUs do it, and no arithmetic is done in them;
+- fp8 e4m3fn and e5m2 are cast as NVIDIA's GPUs do it, and no arithmetic is done in them but products, whose operands
+  keep their subnormal numbers;
 - an access outside what the arguments' views hold is an error, also between the rows of a slice;
 - so is an element that one program stores and another loads or stores, and every atomic operation, whose order changes
   from run to run;
@@ -116,7 +117,7 @@ class _Executor(stock.GridExecutor):
 
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _stock_dtype, _stock_size = stock._get_np_dtype, stock._validate_np_data_size
-_stock_compute = stock.InterpreterBuilder.binary_op
+_stock_compute, _stock_dot = stock.InterpreterBuilder.binary_op, stock.InterpreterBuilder.create_dot
 
 
 @cache
@@ -156,6 +157,14 @@ def _compute(builder: Any, left: Any, right: Any, operation: Any) -> Any:
     if left.dtype.scalar.is_fp8():
         raise KernelFault("arithmetic in fp8: cast what is loaded to fp32")
     return _stock_compute(builder, left, right, operation)
+
+
+def _dot(builder: Any, left: Any, right: Any, total: Any, *rest: Any) -> Any:
+    narrow = [FP8.get(each.dtype.scalar) for each in (left, right)]
+    if None in narrow:
+        return _stock_dot(builder, left, right, total, *rest)
+    a, b = (from_fp8(each.data, format) for each, format in zip((left, right), narrow, strict=True))
+    return stock.TensorHandle(np.matmul(a, b, dtype=total.data.dtype) + total.data, total.dtype.scalar)
 
 
 def _bitcast(builder: Any, source: Any, target: Any) -> Any:
@@ -226,7 +235,7 @@ def _install() -> None:
     casts = ["si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp"]
     replaced = dict.fromkeys(["cast_impl", *(f"create_{cast}" for cast in casts)], _cast)
     replaced |= {"create_bitcast": _bitcast, "create_masked_load": _load, "create_masked_store": _store}
-    replaced["binary_op"] = _compute
+    replaced |= {"binary_op": _compute, "create_dot": _dot}
     replaced |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), _refuse_atomic)
     replaced["create_fabs"] = lambda self, value: stock.TensorHandle(np.abs(value.data), value.dtype.scalar)
     for name, function in replaced.items():

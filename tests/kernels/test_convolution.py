@@ -82,6 +82,7 @@ def test_output_and_gradients_are_those_of_float64(
         assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
+@pytest.mark.wide
 def test_documents_may_begin_at_every_position() -> None:
     first = torch.zeros(6, 6, dtype=torch.int64)
     for start in range(6):

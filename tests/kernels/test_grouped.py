@@ -222,12 +222,9 @@ def layer_with_experts(device: torch.device, **options: Any) -> Callable[[], Non
     return run
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"add_bias_linear": False}, marks=pytest.mark.wide),
-        {"add_bias_linear": True, "moe_aux_loss_coeff": (0.01,)},
-    ],
+    "options", [{"add_bias_linear": False}, {"add_bias_linear": True, "moe_aux_loss_coeff": (0.01,)}]
 )
 def test_a_dry_run_counts_the_launches_that_are_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare those of a layer with experts and a micro-batch, which are as many for more experts."""

@@ -55,15 +55,16 @@ def test_outputs_states_and_gradients_are_those_of_float64(delta: bool, sizes: S
     assert_is_the_recurrence(given, first, delta, chunk=16, segments=segments(first, cuts))
 
 
+@pytest.mark.wide_except("0.001-32-additive")
 @pytest.mark.parametrize("delta", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("chunk", [32, pytest.param(64, marks=pytest.mark.wide)])
-@pytest.mark.parametrize("strength", [1e-3, pytest.param(8.0, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("chunk", [32, 64])
+@pytest.mark.parametrize("strength", [1e-3, 8.0])
 def test_longer_chunks(delta: bool, chunk: int, strength: float) -> None:
     given = inputs(149, strength, Sizes(1, 1, 1, 16, 16), torch.float16)
     assert_is_the_recurrence(given, firsts(149, []), delta, chunk=chunk)
 
 
-@pytest.mark.wide_except("additive")  # the functions of PyTorch are compared with both
+@pytest.mark.wide
 @pytest.mark.parametrize("delta", KINDS.values(), ids=KINDS)
 def test_documents_may_begin_at_every_position(delta: bool) -> None:
     """Each sample has another position, and two of them another beside it."""
@@ -72,7 +73,7 @@ def test_documents_may_begin_at_every_position(delta: bool) -> None:
     assert_is_the_recurrence(given, first, delta, chunk=16, segments=segments(first, [0, 33]))
 
 
-@pytest.mark.wide_except("delta")
+@pytest.mark.wide_except("additive")
 @pytest.mark.parametrize("delta", KINDS.values(), ids=KINDS)
 def test_cuts_between_chunks_change_no_bit(delta: bool) -> None:
     first, given = firsts(64, [5, 40]), inputs(64, 0.1, Sizes(1, 1, 1, 16, 16), torch.bfloat16)

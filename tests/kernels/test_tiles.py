@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.tile_scales import Tiles
-from megalite_kernels.tiles import largest, quantize, quantize_reference, quantize_squares_reference, quantize_weight
+from megalite_kernels.tiles import (
+    dequantize,
+    dequantize_reference,
+    largest,
+    quantize,
+    quantize_reference,
+    quantize_squares_reference,
+    quantize_weight,
+)
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs
 
@@ -44,14 +53,26 @@ def bits(*tiles: Tensor | None) -> list[bytes]:
     return [bytes(part.contiguous().reshape(-1).view(torch.uint8).numpy()) for part in found]
 
 
-def check(values: Tensor, by: Recipe, format: torch.dtype) -> None:
+def top_of(values: Tensor, by: Recipe) -> Tensor | None:
     top = largest(values, by)
+    use(Kernels("reference"))
+    expected = largest(values, by)
+    use(Kernels("triton"))
+    assert bits(top) == bits(expected)
+    return top
+
+
+def check(values: Tensor, by: Recipe, format: torch.dtype) -> None:
+    top = top_of(values, by)
     found, expected = quantize(values, by, format, top), quantize_reference(values, by, format, top)
     for ours, reference in zip(found, expected, strict=True):
         assert (ours is None) == (reference is None)
         if ours is not None and reference is not None:
             assert (ours.dtype, ours.shape) == (reference.dtype, reference.shape)
     assert bits(*found) == bits(*expected)
+    dtype = values.dtype
+    ours, reference = dequantize(found, by, dtype), dequantize_reference(expected, by, dtype)
+    assert (ours.dtype, bits(ours.float())) == (dtype, bits(reference.float()))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +101,13 @@ def test_what_is_not_finite_is_the_references(by: Recipe, bad: float) -> None:
             check_squares(values, by)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_tensor_of_zeros_and_subnormal_numbers_has_the_references_scale(dtype: torch.dtype) -> None:
+    by, least = RECIPES["tensorwise"], torch.finfo(dtype).smallest_normal
+    for values in (torch.tensor([[0.0, -0.0]]), torch.tensor([[-0.0]]), numbers(3, 21) * least / 8):
+        check(values.to(dtype), by, by.forward)
+
+
 def check_squares(values: Tensor, by: Recipe) -> None:
     found, expected = quantize_weight(values, by), quantize_squares_reference(values, by)
     assert bits(*found.forward) == bits(*expected)
@@ -97,14 +125,16 @@ def test_squares_are_the_reference(by: Recipe, shape: tuple[int, int]) -> None:
 def test_strides_change_no_bit_and_nothing_is_nothing(by: Recipe) -> None:
     values = numbers(300, 40).t()
     assert bits(*quantize(values, by, by.forward)) == bits(*quantize(values.contiguous(), by, by.forward))
-    assert quantize(values[:0], by, by.forward).codes.shape == (0, 300)
+    nothing = quantize(values[:0], by, by.forward)
+    assert nothing.codes.shape == (0, 300)
+    assert by.block or nothing.scales.item() == 1.0
     if by.in_squares:
         assert bits(*quantize_weight(values, by).backward) == bits(*quantize_weight(values.contiguous(), by).backward)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise", "nvfp4"])
-def test_elements_lie_beyond_2_to_the_31(name: str) -> None:
+def test_elements_lie_beyond_2_to_the_31(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is taken only where it is touched."""
     torch.use_deterministic_algorithms(False)  # fresh memory is left alone
     by, rows = RECIPES[name], 2**20 + 1
@@ -115,6 +145,10 @@ def test_elements_lie_beyond_2_to_the_31(name: str) -> None:
         found = quantize(values, by, by.forward, top.expand(rows) if top is not None and by.block else top)
     last = quantize_reference(values[-1:], by, by.forward, top)
     assert bits(found.codes[-1:]) == bits(last.codes)
+    if not by.block:
+        monkeypatch.setattr(torch, "empty", torch.zeros)  # what other programs would write
+        with only_programs(-1):
+            assert bits(largest(values, by)) == bits(top)
 
 
 def test_a_scale_of_a_tensor_must_be_given() -> None:

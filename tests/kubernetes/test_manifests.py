@@ -109,7 +109,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "alone",
-    [pytest.param(path, id=path.name, marks=pytest.mark.wide if path.name == "jobset.yaml" else ()) for path in ALONE],
+    [pytest.param(path, id=path.name, marks=[pytest.mark.wide] * (path.name != "indexed_job.yaml")) for path in ALONE],
     indirect=True,
 )
 def test_pods_run_as_processes_give_torchruns_losses(

@@ -39,7 +39,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     words = arguments.words or [""]
-    mutants = [mutant for file in FILES for mutant in mutants_of(file) if any(word in mutant.fault for word in words)]
+    # Those of the last rooms wait the longest: nothing is beside them if they come last.
+    every = [mutant for file in reversed(FILES) for mutant in mutants_of(file)]
+    mutants = [mutant for mutant in every if any(word in mutant.fault for word in words)]
     chosen = [mutant for mutant in mutants if arguments.turn.has(mutant.fault)]
     if not chosen:
         sys.exit("there is no such mutant")

@@ -38,6 +38,7 @@ def by_channel(tokens: int, strength: float, sizes: Sizes = USUAL, dtype: torch.
     return [query, key, value, (decay.detach().unsqueeze(-1) * shares.to(decay.dtype)).requires_grad_(), step]
 
 
+@pytest.mark.wide_except("16-lasting", "64-fleeting", "128-gone")
 @pytest.mark.parametrize("strength", [1e-3, 8.0, 400.0], ids=["lasting", "fleeting", "gone"])
 @pytest.mark.parametrize("chunk", [16, 64, 128])
 def test_chunks_are_the_recurrence(strength: float, chunk: int) -> None:

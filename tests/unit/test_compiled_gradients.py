@@ -162,7 +162,9 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
         looked_up.b[0].copy_(numbers(dtype, 8, 2))
     yield "embedding with adapters", (lambda *_: looked_up(ids), factors_of(looked_up))
     yield "column", (lambda x, w: _ColumnParallel.apply(x, world, False, 0, PLAIN, None, w), [x, weight(dtype, 6, 8)])
-    yield "row", (lambda x, w: _RowParallel.apply(x, world, False, False, PLAIN, None, w), [x, weight(dtype, 6, 8)])
+    for name, function in (("row", None), ("row of activations", torch.tanh)):
+        rest = world, False, False, function, PLAIN, None
+        yield name, (lambda x, w, rest=rest: _RowParallel.apply(x, *rest, w), [x, weight(dtype, 6, 8)])
     for layer in adapted_layers(dtype):
         yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])

@@ -73,7 +73,7 @@ def test_the_factor_of_adapters() -> None:
 
 
 def test_frozen_weights_leave_out_a_third_of_their_products() -> None:
-    whole, frozen = (flops_per_token(model(), 40, 0, frozen=each) for each in (False, True))
+    whole, frozen = (flops_per_token(model(), 40, 0, adapters=each) for each in (None, 0.0))
     assert frozen == whole * 2 / 3
-    scores = [flops_per_token(model(), 40, 10, frozen=each) for each in (False, True)]
+    scores = [flops_per_token(model(), 40, 10, adapters=each) for each in (None, 0.0)]
     assert scores[0] - whole == scores[1] - frozen > 0

@@ -16,7 +16,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
-from megalite.training.kernels import require_recipe, require_whole_blocks
+from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
 from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
@@ -78,6 +78,9 @@ def test_layers_at_the_ends_are_left_out() -> None:
     assert [each is not None for each in every.of_layers] == [True] * 4
     assert every.of_layers[0] == every.of_depths
     assert every.of_layers[0].recipe.backward == torch.float8_e5m2  # type: ignore[union-attr]
+    assert not every.of_layers[0].stores_activations  # type: ignore[union-attr]
+    stored = roundings(config_of(FP8 + "--activation-func-fp8-input-store")).of_layers[0]
+    assert stored == Rounding(recipe("blockwise"), stores_activations=True)
     some = roundings(config_of(FP4 + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2"))
     assert [each is not None for each in some.of_layers] == [False, False, True, False]
     assert some.of_depths is None  # as Megatron-LM leaves them in bf16
@@ -86,7 +89,7 @@ def test_layers_at_the_ends_are_left_out() -> None:
 def test_a_start_tells_what_is_not_rounded() -> None:
     default, note = low_precision_notes(config_of(FP8))
     assert default.startswith("note: --fp8-recipe blockwise, since no recipe is given")
-    assert note.endswith("weight gradients are not rounded, as Megatron-LM's are: --fp8-wgrad does it")
+    assert note.endswith("of gradients that are not, which Megatron-LM rounds, too: --fp8-wgrad does it")
     (note,) = low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe blockwise"))
     assert "run along tokens" in note
     for layout, run in {"--cp 2": 16, "--tp 2 --sequence-parallel": 32, "--cp 2 --tp 4 --sequence-parallel": 8}.items():
@@ -104,35 +107,37 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.version.cuda", "12.9"),
     ):
-        require_recipe(config_of(FP8), gpu)
+        require_recipe(config_of(FP8 + "--fp8-wgrad"), gpu)
         for flags, words in {
             FP4: "--fp4-format e2m1: nvfp4 runs on CPUs alone",
             FP8 + "--fp8-recipe mxfp8": "--fp8-recipe mxfp8: mxfp8 runs on CPUs alone",
-            FP8 + "--fp8-wgrad": "--fp8-wgrad with --fp8-recipe blockwise has not run on a GPU",
             FP8 + "--fp64": "--fp8-recipe blockwise with --fp64 on a GPU",
         }.items():
             with pytest.raises(ConfigurationError, match=words) as raised:
                 require_recipe(config_of(flags), gpu)
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
+            require_recipe(config_of(flags + " --kernels reference"), gpu)
     refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
-        with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a Hopper GPU"):
+        with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a GPU with fp8"):
             require_recipe(config_of(FP8), gpu)
     refusal.cache_clear()
 
 
-def test_a_gpu_multiplies_whole_blocks() -> None:
-    each = Rounding(recipe("blockwise"))
+def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:
+    """Blocks have no such limit."""
+    each = Rounding(recipe("tensorwise"))
     model = ModelConfig(
-        num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=192, vocab_size=8,
+        num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=200, vocab_size=8,
         max_position_embeddings=4,
     )  # fmt: skip
     stage = GPT(model, ParallelMesh(device=torch.device("meta")), roundings=Roundings((each,)))
-    gpu = torch.device("cuda:0")
-    with pytest.raises(ConfigurationError, match=r"a rank has 192 x 128 of layers\.0\.mlp\.up, and a GPU"):
-        require_whole_blocks(config_of(FP8), [stage], gpu)
-    require_whole_blocks(config_of(FP8), [stage], torch.device("cpu"))
-    require_whole_blocks(config_of(FP8 + "--kernels reference"), [stage], gpu)
-    require_whole_blocks(config_of(""), [stage], gpu)
+    gpu, flags = torch.device("cuda:0"), FP8 + "--fp8-recipe tensorwise "
+    with pytest.raises(ConfigurationError, match=r"a rank has 200 x 128 of layers\.0\.mlp\.up, and a GPU"):
+        require_whole_units(config_of(flags), [stage], gpu)
+    require_whole_units(config_of(flags), [stage], torch.device("cpu"))
+    require_whole_units(config_of(flags + "--kernels reference"), [stage], gpu)
+    require_whole_units(config_of(FP8), [stage], gpu)
+    require_whole_units(config_of(""), [stage], gpu)

@@ -38,7 +38,11 @@ class Sending(MLP):
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__(context, f"layers.{layer}.mlp", layer_kinds.feed_forward_sizes(config, config.ffn_size))
-        self.inside = [Inside(OUT, f"layer {layer}"), Inside(BACK, f"layer {layer}")]
+        self._layer = f"layer {layer}"
+
+    @property
+    def inside(self) -> list[Inside]:
+        return [Inside(OUT, self._layer), Inside(BACK, self._layer)]
 
     @staticmethod
     def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:

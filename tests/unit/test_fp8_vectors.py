@@ -40,6 +40,13 @@ def test_each_case_has_what_its_name_says() -> None:
         assert all(values.shape[1] == 256 for values in found.values())
 
 
+def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "none" / "vectors.safetensors"
+    assert fp8_vectors.main(["--write", str(path)]) == fp8_vectors.EXIT_NOT_WRITTEN
+    words = f"fp8_vectors: --write {path}: cannot be written: No such file or directory\n"
+    assert capsys.readouterr() == ("", words)
+
+
 def test_what_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert fp8_vectors.main(["--check", "torchao"]) == fp8_vectors.EXIT_NOT_INSTALLED

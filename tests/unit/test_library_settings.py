@@ -253,7 +253,7 @@ def test_a_gpt_of_a_program_multiplies_in_few_bits(
     trainer.close()
     told = "".join(capsys.readouterr())
     assert "float32, products in tensorwise" in told
-    assert "note: --fp8-recipe tensorwise: weight gradients are not rounded" in told
+    assert "note: --fp8-recipe tensorwise: weight gradients are products of rounded inputs" in told
     monkeypatch.setattr("megalite.training.kernels.on_gpu", lambda device: True)
     with pytest.raises(megalite.errors.ConfigurationError, match="on a GPU, which has no such products"):
         megalite.Trainer(GPT, precision="fp64", **run)

@@ -60,6 +60,7 @@ def by_hand(query: Tensor, key: Tensor, visible: np.ndarray) -> np.ndarray:
     return found
 
 
+@pytest.mark.wide_except(*(f"{mask}-7 rows" for mask in MASKS), "dense-all", "in blocks-all", "an addend-a row")
 @pytest.mark.parametrize("at_once", [1, BATCH * HEADS * ROWS * 7, 2**25], ids=["a row", "7 rows", "all"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_it_is_the_largest_of_visible_pairs(mask: str, at_once: int) -> None:

@@ -6,14 +6,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import scaled_products
 from megalite_kernels.implementation import Kernels, current, use
+from megalite_kernels.launch import recorded_launches
 from megalite_kernels.recipes import Recipe, recipe
-from megalite_kernels.scaled_products import grouped_product, product, refusal, rows_of
+from megalite_kernels.scaled_products import grouped_product, product, product_reference, refusal, rows_of
 from megalite_kernels.tile_scales import Tiles
 from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight, values_of
 from tests.harness.low_bits import E2M1, E4M3, E5M2, Part, Table, quantized, row_scale
@@ -243,13 +247,14 @@ def test_a_row_has_the_same_product_whatever_stands_beside_it(by: Recipe) -> Non
     """Also with other numbers of rows, for which BLAS has other kernels, and in the groups of experts."""
     values, weights = spread(40, 256), [spread(128, 256, seed=seed) for seed in (5, 6)]
     a, b = quantize(values, by, by.forward), [quantize_weight(weight, by).forward for weight in weights]
+    both, ends = quantize_weight(torch.cat(weights), by, 2).forward, torch.tensor([13, 13 + 27], dtype=torch.int32)
     whole = product(a, b[0], by, torch.float64)
     for start, stop in ((0, 1), (3, 5), (7, 40)):
         assert torch.equal(product(rows_of(a, start, stop), b[0], by, torch.float64), whole[start:stop])
     backwards = torch.arange(39, -1, -1)
     turned = Tiles(*(None if part is None else part[backwards] for part in a))  # type: ignore[arg-type]
     assert torch.equal(product(turned, b[0], by, torch.float64), whole[backwards])
-    grouped = grouped_product(a, b, [0, 13, 13 + 27], by, torch.float64)
+    grouped = grouped_product(a, both, [0, 13, 13 + 27], ends, by, torch.float64)
     assert torch.equal(grouped[:13], whole[:13])
     assert torch.equal(grouped[13:], product(rows_of(a, 13, 40), b[1], by, torch.float64))
 
@@ -293,8 +298,12 @@ def _planned_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("_planned_gpu")
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise", "hybrid"])
 def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
-    """Both products of a weight, whose blocks are not a multiple of four in one of them, and those of groups."""
-    by = RECIPES[name]
+    """Both products of a weight, whose blocks are not a multiple of four in one of them, and those of groups.
+
+    Triton's kernel multiplies groups, two operands with parts of rows, widths that are no multiples of blocks, and rows
+    that are none of four. One launch quantizes the matrices of all groups, and one multiplies.
+    """
+    by, launched = RECIPES[name], list[str]()
     weight = (
         _on_meta(quantize_weight(numbers(256, 1152), by).forward),
         _on_meta(quantize_weight(numbers(1152, 256), by).backward),
@@ -302,13 +311,43 @@ def test_a_gpu_is_given_what_its_products_take(name: str) -> None:
     for tiles in weight:
         rows = _on_meta(quantize(numbers(48, tiles.codes.shape[1]), by, by.backward))
         assert product(rows, tiles, by, torch.bfloat16).shape == (48, tiles.codes.shape[0])
-        assert grouped_product(rows, [tiles, tiles], [0, 0, 48], by, torch.bfloat16).shape == (48, tiles.codes.shape[0])
         assert product(rows_of(rows, 0, 0), tiles, by, torch.bfloat16).shape == (0, tiles.codes.shape[0])
     odd = _on_meta(quantize(numbers(16, 200), by, by.forward))
-    with pytest.raises(
-        ValueError, match=f"{by.name} product of 200 columns and 16 outputs: a GPU multiplies multiples of"
-    ):
-        product(odd, odd, by, torch.bfloat16)
+    if name == "tensorwise":
+        assert product(odd, odd, by, torch.bfloat16).shape == (16, 16)
+        with pytest.raises(ValueError, match="a tensorwise product has 15 outputs: a GPU's have multiples of 16"):
+            product(odd, rows_of(odd, 0, 15), by, torch.bfloat16)
+        return
+    with recorded_launches(lambda kernel, tensors: launched.append(kernel)):
+        ends, half = torch.tensor([0, 48], dtype=torch.int32, device="meta"), weight[0].codes.shape[0] // 2
+        both = quantize_weight(torch.empty(256, 1152, device="meta"), by, 2)
+        assert (both.backward.codes.shape, both.backward.scales.shape) == ((2304, 128), (18, 1))
+        rows = _on_meta(quantize(numbers(48, 1152), by, by.forward))
+        assert grouped_product(rows, both.forward, [0, 0, 48], ends, by, torch.bfloat16).shape == (48, half)
+        assert product(odd, odd, by, torch.float32).shape == (16, 16)
+        short = _on_meta(quantize_weight(numbers(200, 1152), by).forward)
+        assert product(rows, short, by, torch.float32).shape == (48, 200)
+        for count in (1, 2, 47):  # whose columns of scales are not whole accesses of 16 bytes
+            assert product(rows_of(rows, 0, count), weight[0], by, torch.float32).shape == (count, 256)
+        assert product(rows, rows, by, torch.float32).shape == (48, 48)
+    assert launched == ["_quantize_squares", *["multiply_codes"] * 7]
+
+
+@pytest.mark.parametrize("tokens", [32, 37])
+def test_any_number_of_tokens_is_multiplied_for_weight_gradients(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is given columns that are filled with zeros, whose product is that of the emulation."""
+    by, given = RECIPES["tensorwise"], list[Tensor]()
+
+    def multiply(a: Tensor, b: Tensor, a_scale: Tensor, _a: Any, b_scale: Tensor, _b: Any, **_options: Any) -> Tensor:
+        given.extend((a, b))
+        return product_reference(Tiles(a, a_scale), Tiles(b.t(), b_scale), by, torch.float32)
+
+    monkeypatch.setattr(F, "scaled_mm", multiply)
+    monkeypatch.setattr(scaled_products, "_is_emulated", lambda *_: False)
+    a, b = (quantize(numbers(rows, tokens), by, by.forward) for rows in (5, 16))
+    assert torch.equal(product(a, b, by, torch.float32), product_reference(a, b, by, torch.float32))
+    assert [each.shape for each in given] == [(5, -(-tokens // 16) * 16), (-(-tokens // 16) * 16, 16)]
+    assert given[1].t().is_contiguous()
 
 
 @pytest.mark.usefixtures("_planned_gpu")
@@ -326,25 +365,47 @@ def test_recipes_that_no_gpu_has_run_are_refused_there() -> None:
     [
         ("tensorwise", (8, 0), "12.8", "tensorwise needs a GPU with fp8 (compute capability 8.9), not 8.0"),
         ("tensorwise", (8, 9), "12.8", None),
+        ("blockwise", (8, 0), "12.8", "blockwise needs a GPU with fp8 (compute capability 8.9), not 8.0"),
+        ("blockwise", (8, 9), "12.8", None),
         ("blockwise", (9, 0), "13.0", None),
-        ("blockwise", (9, 0), "12.8", "blockwise needs a Hopper GPU (compute capability 9.0) and CUDA 12.9 or later, "),
-        (
-            "blockwise",
-            (10, 0),
-            "13.0",
-            "blockwise needs a Hopper GPU (compute capability 9.0) and CUDA 12.9 or later, ",
-        ),
+        ("blockwise", (10, 0), "13.0", None),
+        ("blockwise", (9, 4), None, "blockwise runs on NVIDIA's GPUs and, emulated, on CPUs"),
+        ("tensorwise", (9, 4), None, "tensorwise runs on NVIDIA's GPUs and, emulated, on CPUs"),
     ],
 )
 def test_what_a_gpu_lacks_is_refused(
-    name: str, capability: tuple[int, int], cuda: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
+    name: str, capability: tuple[int, int], cuda: str | None, refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without CUDA, torch is built for AMD's GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None if cuda else "7.0")
     refusal.cache_clear()
     found = refusal(RECIPES[name], torch.device("cuda", 0))
     refusal.cache_clear()
-    assert found is None if refused is None else str(found).startswith(refused)
+    assert found == refused
+
+
+def test_blocks_need_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled_products, "is_installed", lambda: False)
+    refusal.cache_clear()
+    found = [refusal(RECIPES[name], torch.device("cuda", 0)) for name in ("tensorwise", "blockwise")]
+    refusal.cache_clear()
+    assert found == [None, "blockwise needs Triton on a GPU, which is not installed: pip install triton"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "takes"), [((9, 0), "12.9", 1), ((9, 0), "12.8", 0), ((10, 0), "13", 0)]
+)
+def test_torch_multiplies_blocks_on_hopper(
+    capability: tuple[int, int], cuda: str, takes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    scaled_products.torch_multiplies_blocks.cache_clear()
+    assert scaled_products.torch_multiplies_blocks(torch.device("cuda", 0)) == bool(takes)
+    scaled_products.torch_multiplies_blocks.cache_clear()
 
 
 def _on_meta(tiles: Tiles) -> Tiles:

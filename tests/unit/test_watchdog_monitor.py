@@ -33,6 +33,8 @@ from megalite.watchdog.secret import Secret
 from megalite.watchdog.sections import MEETING, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog
 
+pytestmark = pytest.mark.costly
+
 HERE, ELSEWHERE = "here", "elsewhere"
 SECRET = b"what only the ranks know"
 LATE = {"overdue": ["optimizer", 61.0, 60.0]}

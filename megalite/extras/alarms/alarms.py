@@ -123,7 +123,7 @@ class Alarms:
         for each in found:
             loop.display.message(f"WARNING: {each.decision.why}")
         if found:
-            loop.record_decisions([each.decision for each in found])
+            loop.records.write_decisions([each.decision for each in found])
         return False
 
     def saved(self) -> dict[str, Any]:

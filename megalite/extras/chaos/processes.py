@@ -67,7 +67,7 @@ def shared_memory() -> set[str]:
 def unused(names: set[str]) -> Iterator[str]:
     """Yield those names in /dev/shm that no process has mapped or open: what a dead process has left behind.
 
-    Other programs of the machine may create names while a command runs; they hold theirs.
+    Other programs of the machine may create names while a command runs: they hold theirs, or have removed them by now.
     """
     held: set[str] = set()
     for folder in Path("/proc").iterdir():
@@ -82,4 +82,4 @@ def unused(names: set[str]) -> Iterator[str]:
                 for link in (folder / "fd").iterdir():
                     with suppress(OSError):
                         held.add(os.readlink(link).removeprefix(f"{_SHARED}/"))
-    yield from sorted(names - held)
+    yield from sorted(name for name in names - held if (_SHARED / name).exists())

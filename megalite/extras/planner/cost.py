@@ -181,6 +181,21 @@ class Prices:
             self._passes[key] = record, (forward, backward)
         return self._passes[key][1]
 
+    def weight_gradients(self, record: PartRecord, config: RunConfig, *, of_layer: bool) -> float:
+        """Return the seconds of the gradients of a part's weights, of which each product of forward has one.
+
+        They are products of the weights' dtype, unless they are rounded, too.
+        """
+        forward = self.passes(record, config, of_layer=of_layer)[0].products
+        share = 1 - sum(record.frozen) / max(sum(record.elements), 1)
+        if not record.codes or config.low_precision.fp8_wgrad:
+            return forward * share
+        dtype, low = config.training.dtype, ("float8", "float4")
+        return share * sum(
+            count * self.operation(each._replace(dtype=dtype if each.dtype in low else each.dtype)).products
+            for each, count in record.forward.operations.items()
+        )
+
     # -------------------------------------------------------------------------------------------- messages
 
     def message(self, message: Message, experts: int = 1) -> float:

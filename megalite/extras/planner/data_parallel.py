@@ -61,8 +61,9 @@ class DataParallel:
         forward = backward = reduce = gather = update = host = to_host = to_device = 0.0
         elements = 0
         for record, count, of_forward, of_backward in parts:
-            reduces = self._within("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
-            gathers = self._within("all-gather", record, self._element.parameter) if stage else 0.0
+            of_gradients = [count * self._element.gradient for count in record.trained]
+            reduces = self._within("reduce-scatter" if stage else "all-reduce", of_gradients)
+            gathers = self._within("all-gather", self._gathered(record)) if stage else 0.0
             if self._element.slices_on_host:
                 gathers += self._fetched(record)
             if stage == 3:
@@ -73,8 +74,8 @@ class DataParallel:
             else:
                 reduce += count * (reduces + self._across(record))
             gather += count * gathers * (stage < 3)
-            elements += count * (record.parameters + record.expert_parameters)
-            update += count * self._update(record, count)
+            elements += count * sum(record.trained)
+            update += count * (self._update(record, count) + self.rounding(record)[1])
             of_record = self._on_host(record)
             host, to_host, to_device = (
                 total + count * seconds for total, seconds in zip((host, to_host, to_device), of_record, strict=True)
@@ -123,7 +124,7 @@ class DataParallel:
         if not offloaded:
             return 0.0, 0.0, 0.0
         host, share = self.prices.cluster.known_host, offloaded * (self._share(record) if sharded else 1.0)
-        copied = share * (record.parameters + record.expert_parameters) * host.beta
+        copied = share * sum(record.trained) * host.beta
         back = 0.0 if self._element.slices_on_host else self._element.parameter  # slices are fetched for each use
         return record.update.bytes * share / host.bandwidth, copied * self._element.gradient, copied * back
 
@@ -132,9 +133,34 @@ class DataParallel:
         slices = sum(each / self._of_instance(ranks) for each, ranks in self._kinds(record))
         return slices * self._element.parameter * self.prices.cluster.known_host.beta
 
+    def rounding(self, record: PartRecord) -> tuple[float, float]:
+        """Return the seconds in which a part's weights become codes: in each pass, and once in a step.
+
+        Those that ZeRO 3 frees do in each pass, unless codes are gathered. Then a rank makes those of its slice, in
+        each pass if the slice comes from the host, and each pass has a copy of them beside the gathered ones.
+        """
+        if not record.codes:
+            return 0.0, 0.0
+        seconds = self.prices.work(record.rounding, self.config.parallel).total
+        if self.config.parallel.zero_stage < 3:
+            return 0.0, seconds
+        if not self.config.low_precision.fp8_param_gather:
+            return seconds, 0.0
+        copied = self.prices.moved(2 * (record.codes - sum(record.rounded)))
+        seconds *= self._share(record)
+        return (copied + seconds, 0.0) if self._element.slices_on_host else (copied, seconds)
+
+    def _gathered(self, record: PartRecord) -> tuple[float, float]:
+        """Return the bytes of a part that are gathered: those that were updated or, under ZeRO 3, all."""
+        item = self._element.parameter
+        if self.config.parallel.zero_stage == 3:
+            return record.gathered(item, as_codes=self.config.low_precision.fp8_param_gather)
+        dense, experts = record.trained
+        return dense * item, experts * item
+
     def _share(self, record: PartRecord) -> float:
         """Return the share of a part that a rank of an instance has."""
-        elements = record.parameters + record.expert_parameters
+        elements = sum(record.elements)
         slices = sum(each / self._of_instance(ranks) for each, ranks in self._kinds(record))
         return slices / elements if elements else 1.0
 
@@ -178,17 +204,17 @@ class DataParallel:
         yield record.parameters, self._dense
         yield record.expert_parameters, self._expert
 
-    def _within(self, kind: MessageKind, record: PartRecord, item: float) -> float:
-        """Return the seconds of a message with all elements of a part among the ranks of an instance."""
+    def _within(self, kind: MessageKind, sizes: Sequence[float]) -> float:
+        """Return the seconds of messages of so many bytes with both kinds of elements among an instance's ranks."""
         return sum(
-            self.prices.collective(kind, ranks[: self._of_instance(ranks)], elements * item)
-            for elements, ranks in self._kinds(record)
+            self.prices.collective(kind, ranks[: self._of_instance(ranks)], size)
+            for size, ranks in zip(sizes, (self._dense, self._expert), strict=True)
         )
 
     def _across(self, record: PartRecord) -> float:
         """Return the seconds of summing the slices of a part's gradient over the instances, once in a step."""
         total = 0.0
-        for elements, ranks in self._kinds(record):
+        for elements, ranks in zip(record.trained, (self._dense, self._expert), strict=True):
             size = self._of_instance(ranks)
             if size < len(ranks):
                 slices = elements * self._element.gradient / size

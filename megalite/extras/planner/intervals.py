@@ -14,6 +14,12 @@ FILE = Path(__file__).with_name("intervals.toml")
 HALF = "16 bits"
 
 
+def rounded_dtype(config: RunConfig) -> str | None:
+    """Return the dtype to which a run rounds the operands of its products, as records name it, or None."""
+    recipe = config.low_precision.recipe
+    return recipe and ("float4" if recipe == "nvfp4" else "float8")
+
+
 @dataclass(frozen=True)
 class Class:
     """Class of runs whose errors are alike.
@@ -30,7 +36,8 @@ class Class:
     def of(cls, config: RunConfig, stack: Stack) -> Class:
         """Return the class of a run that a program trains."""
         dtype = config.training.dtype
-        precision = stack.low_precision or (HALF if dtype in ("bfloat16", "float16") else dtype)
+        whole = HALF if dtype in ("bfloat16", "float16") else dtype
+        precision = stack.low_precision or rounded_dtype(config) or whole
         return cls("experts" if config.model.num_experts else "dense", precision)
 
     def __str__(self) -> str:

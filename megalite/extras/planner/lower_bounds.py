@@ -15,6 +15,7 @@ from megalite.config import RunConfig
 from megalite.config.kinds.table import kinds_of
 from megalite.config.layer_specs import LayerSpec
 from megalite.extras.planner.cost import Prices
+from megalite.extras.planner.intervals import rounded_dtype
 from megalite.extras.planner.layouts import Layout
 from megalite.extras.planner.memory import Element
 from megalite.extras.planner.records import Operation
@@ -62,8 +63,13 @@ class LowerBounds:
     def __init__(self, config: RunConfig, gpus: int, prices: Prices) -> None:
         self.config, self.gpus, self.prices = config, gpus, prices
         element = Element.of(config)
-        self._itemsize = element.parameter
-        self._sizes, self._on_device = (element.parameter, element.gradient), element.of_device
+        trains_all = config.adapters.lora_rank is None and not config.adapters.freeze
+        self._itemsize, self._trains_all = element.parameter, trains_all
+        gathered = 1.0 if config.low_precision.fp8_param_gather else element.parameter
+        self._sizes = gathered, element.gradient * trains_all
+        self._on_device = (element.of_device[0], *(size * trains_all for size in element.of_device[1:]))
+        self._rounded = rounded_dtype(config)
+        """Dtype of products that may be rounded; all are taken to be, the fastest case."""
         self._layers, self._length = config.model.layers, config.data.seq_length
         self._matrices = config.model.activation.matrices * config.model.hidden_size
         self._batch, self._reserved = config.training.global_batch_size or 1, prices.cluster.gpu.reserved
@@ -155,7 +161,8 @@ class LowerBounds:
                 split += kinds_of(spec)[0].weights(model) // model.hidden_size
             kept = spec.feed_forward == "dense" and self.config.training.mlp_chunks_for_training == 1
             split += model.ffn_size * (model.activation.matrices - 1) * kept
-        return model.hidden_size * self._itemsize, split * self._itemsize
+        item = 1 if self._rounded else self._itemsize  # of codes
+        return model.hidden_size * self._itemsize, split * item
 
     # -------------------------------------------------------------------------------------------- time
 
@@ -194,13 +201,15 @@ class LowerBounds:
             messages = sum(of_halves)
             forward, backward = forward + count * (once + messages), backward + count * (again + messages)
         rows = model.padded_vocab_size(tensor) // tensor
-        head = 3 * self.prices.product((1, tokens, rows, model.hidden_size), dtype)
+        head = (3 if self._trains_all else 2) * self.prices.product((1, tokens, rows, model.hidden_size), dtype)
         return Passes(forward, backward + forward * (layout.recompute == "full"), head)
 
     def _layer(self, spec: LayerSpec, layout: Layout, tokens: int) -> tuple[float, float]:
         """Return the seconds of a layer's kernels, forward and backward."""
         model, tensor, matrices = self.config.model, layout.tensor, self.config.model.activation.matrices
-        dtype = self.prices.stack.low_precision or self.config.training.dtype
+        plain = self.prices.stack.low_precision or self.config.training.dtype
+        dtype, item = (self._rounded, 1.0) if self._rounded else (plain, self._itemsize)
+        of_weight = dtype if self.config.low_precision.fp8_wgrad else plain
         hidden, activated = model.hidden_size, 0
         shapes: list[tuple[int, int, int, int]] = []
         if spec.mixer == "attention":
@@ -221,26 +230,29 @@ class LowerBounds:
         forward = backward = 0.0
         for batch, count, columns, inner in shapes:
             weights = batch * columns * inner
-            reading, adding = (self.prices.moved(weights * size) for size in (self._itemsize, 2 * self._sizes[1]))
+            reading, adding = (self.prices.moved(weights * size) for size in (item, 2 * self._sizes[1]))
             forward += max(self.prices.product((1, count, columns, inner), dtype), reading)
             backward += max(self.prices.product((1, count, inner, columns), dtype), reading)
-            backward += max(self.prices.product((1, columns, inner, count), dtype), adding)
+            if self._trains_all:
+                backward += max(self.prices.product((1, columns, inner, count), of_weight), adding)
         if spec.attends and spec.keys_before is None:
             shape = layout.micro_batch * model.num_attention_heads // tensor, self._length // layout.context
             width = model.score_width
             scores = shape[0] * shape[1] * self._length * width
             for name, halves in (("attention", 2), ("attention_backward", 5)):
-                kernel = Operation(name, "attention", (*shape, self._length, width), halves * scores, 0, dtype)
+                kernel = Operation(name, "attention", (*shape, self._length, width), halves * scores, 0, plain)
                 seconds = self.prices.operation(kernel).attention
                 forward, backward = (forward + seconds, backward) if halves == 2 else (forward, backward + seconds)
         norms = 2 * len(spec.kinds) * tokens * hidden // (tensor if layout.sequence else 1)
-        elements = self.prices.moved(self._itemsize * (norms + activated))
+        elements = self.prices.moved(self._itemsize * norms + item * activated)
         return forward + elements, backward + elements
 
     def _message(self, layout: Layout, tokens: int) -> float:
         """Return the seconds in which tensor-parallel ranks sum up the hidden states once."""
-        size, ranks = tokens * self.config.model.hidden_size * self._itemsize, range(layout.tensor)
-        gathered = sum(self.prices.collective(kind, ranks, size) for kind in ("all-gather", "reduce-scatter"))
+        elements, ranks = tokens * self.config.model.hidden_size, range(layout.tensor)
+        size = elements * self._itemsize
+        gathered = self.prices.collective("all-gather", ranks, elements if self._rounded else size)  # of codes
+        gathered += self.prices.collective("reduce-scatter", ranks, size)
         return min(self.prices.collective("all-reduce", ranks, size), gathered) * (1 - self.prices.stack.hidden_tensor)
 
     def _dispatch(self, layout: Layout, tokens: int) -> float:

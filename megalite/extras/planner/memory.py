@@ -69,11 +69,11 @@ class Element:
         return 0.0 if self.slices_on_host else self.parameter, self.gradient, self.state * (1 - self.offloaded)
 
     @property
-    def of_host(self) -> float:
-        """Bytes on the host: the state with copies of parameter and gradient, or the parameter itself."""
-        if self.slices_on_host:
-            return self.parameter + self.offloaded * (self.gradient + self.state)
-        return self.offloaded * (self.parameter + self.gradient + self.state)
+    def of_host(self) -> tuple[float, float]:
+        """Bytes on the host of any parameter, if these are there, and of one that is trained: the state with copies of
+        gradient and parameter."""
+        updated = self.offloaded * (self.gradient + self.state)
+        return (self.parameter, updated) if self.slices_on_host else (0.0, updated + self.offloaded * self.parameter)
 
     @staticmethod
     def of(config: RunConfig) -> Element:
@@ -96,6 +96,11 @@ def tied_elements(config: RunConfig) -> int:
     """Return the elements that a tensor-parallel rank has of an embedding that the last stage shares."""
     tensor, model = config.parallel.tensor_model_parallel_size, config.model
     return model.padded_vocab_size(tensor) // tensor * model.hidden_size if model.shares_embedding else 0
+
+
+def has_frozen_table(head: PartRecord, config: RunConfig) -> bool:
+    """Tell whether the output layer is not trained, by the record of the head. One that is shared has no adapters."""
+    return 0 < tied_elements(config) <= head.frozen[0]
 
 
 def in_flight(order: Sequence[Action]) -> Flights:
@@ -129,7 +134,9 @@ def memory_in_flight(
         held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
         shared = _shared_elements(config, [all_layers[stage] for stage in stages.of_rank(rank)])
         one_sum = any(chunk.embedding and chunk.loss for chunk in (all_layers[stage] for stage in stages.of_rank(rank)))
-        held += _counted_twice(config, world_size, element, shared, one_sum=one_sum)
+        is_frozen = has_frozen_table(parts.head, config)
+        held += _counted_twice(config, world_size, element, shared, one_sum=one_sum, is_frozen=is_frozen)
+        shared *= not is_frozen
         of_embedding, at_end = _of_embedding(config, world_size) if one_sum and shared else (0.0, 0.0)
         found.append(
             RankMemory(
@@ -138,7 +145,8 @@ def memory_in_flight(
                 held.optimizer,
                 max(sum(map(int.__mul__, moment, kept)) for moment in moments),
                 max(_transient(chunk, config, element, shared, at_end, one_sum=one_sum) for chunk in chunks)
-                + of_embedding,
+                + of_embedding
+                + _codes_of_step([part for chunk in chunks for part in chunk], config, world_size, element),
                 reserved,
                 held.host,
             )
@@ -159,12 +167,28 @@ def _shared_elements(config: RunConfig, chunks: Sequence[StageLayers]) -> int:
     return tied_elements(config) if both else 0
 
 
-def _counted_twice(config: RunConfig, world_size: int, element: Element, shared: int, *, one_sum: bool) -> _State:
+def _codes_of_step(parts: Sequence[PartRecord], config: RunConfig, world_size: int, element: Element) -> float:
+    """Return the bytes of codes that stay for a step: of whole weights or, if ZeRO 3 gathers codes, of slices.
+
+    Those of slices on the host are made for each gather.
+    """
+    if config.parallel.zero_stage < 3:
+        return float(sum(part.codes for part in parts))
+    if not config.low_precision.fp8_param_gather or element.slices_on_host:
+        return 0.0
+    shards = _shards(config, world_size)
+    return sum(count / of_kind for part in parts for count, of_kind in zip(part.rounded, shards, strict=True))
+
+
+def _counted_twice(
+    config: RunConfig, world_size: int, element: Element, shared: int, *, one_sum: bool, is_frozen: bool
+) -> _State:
     """Return, as negative bytes, what the records of both embedding and head have if they share one weight.
 
     Each use has a sum of gradients of its own, unless these are sharded, or both uses are in one chunk (`one_sum`).
     """
-    found = _State.of(PartRecord(Work(), Work(), 0, 0, 0, -shared), config, world_size, element)
+    both = PartRecord(Work(), Work(), 0, 0, 0, -shared, frozen=(-shared * is_frozen, 0))
+    found = _State.of(both, config, world_size, element)
     return found if one_sum or config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
 
 
@@ -192,26 +216,28 @@ def _transient(
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
     Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
-    ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
-    before are still being reduced, and the weights of the next one already gathered. A weight that embedding and
-    head share, of `shared` elements, has the head's sum of gradients until the embedding's has arrived. The embedding's
-    exists from the beginning, too, or if both are in one chunk (`one_sum`), only then. `at_end`: bytes of a sum that is
-    made when the last micro-batch has freed all.
+    ZeRO 2 and 3, gradients and weights of a part, or codes of these, are whole while it runs. With overlap, the
+    gradients of the part before are still being reduced, and the weights of the next one already gathered. A weight
+    that embedding and head share, of `shared` elements, has the head's sum of gradients until the embedding's has
+    arrived. The embedding's exists from the beginning, too, or if both are in one chunk (`one_sum`), only then.
+    `at_end`: bytes of a sum that is made when the last micro-batch has freed all.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
-    gradient = element.gradient if stage >= 2 else 0.0
-    parameter = element.parameter if stage == 3 else 0.0
-    sizes = [part.parameters + part.expert_parameters for part in chunk]
+    gradient, as_codes = element.gradient if stage >= 2 else 0.0, config.low_precision.fp8_param_gather
+    sizes = [sum(part.trained) for part in chunk]
+    gathered = [sum(part.gathered(element.parameter, as_codes=as_codes)) if stage == 3 else 0.0 for part in chunk]
     most, freed = 0.0, 0
     for index in reversed(range(len(chunk))):
-        part, whole = chunk[index], sizes[index] * (gradient + parameter)
+        part, whole = chunk[index], sizes[index] * gradient + gathered[index]
+        if stage == 3 and part.codes:
+            whole += part.codes - (sum(part.rounded) if as_codes else 0)
         if index + 1 < len(chunk):
             sums = shared if one_sum else 2 * shared
             whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, sums) * gradient
         elif not one_sum:
             whole += shared * gradient
         if parallel.overlap_param_gather and index:
-            whole += sizes[index - 1] * parameter
+            whole += gathered[index - 1]
         most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
         freed += part.kept
     return max(most, at_end - freed)
@@ -232,17 +258,23 @@ class _State:
     @staticmethod
     def of(part: PartRecord, config: RunConfig, world_size: int, element: Element) -> _State:
         """Return the bytes of a part on one rank, split over the data-parallel ranks as the ZeRO stage says."""
-        parallel = config.parallel
-        sizes, ranks = parallel.mesh_sizes, world_size // parallel.pipeline_model_parallel_size
-        of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
-        kinds = (part.parameters, parallel.tensor_model_parallel_size), (part.expert_parameters, of_experts)
-        instances = config.synchronization.instances(parallel.num_distributed_optimizer_instances)
         total = _State()
-        for elements, split in kinds:
-            shards = max(ranks // split // instances, 1)
-            of_stage = [shards if parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
+        for elements, trained, shards in zip(part.elements, part.trained, _shards(config, world_size), strict=True):
+            of_stage = [shards if config.parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
+            counts = elements, trained, trained
             parameters, gradients, state = (
-                elements * size / parts for size, parts in zip(element.of_device, of_stage, strict=True)
+                count * size / parts for count, size, parts in zip(counts, element.of_device, of_stage, strict=True)
             )
-            total += _State(parameters, gradients, state, elements * element.of_host / of_stage[2])
+            of_any, of_trained = element.of_host
+            host = (elements * of_any + trained * of_trained) / of_stage[2]
+            total += _State(parameters, gradients, state, host)
         return total
+
+
+def _shards(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """Return the ranks among which what all data-parallel ranks have is split, and what the ranks of experts have."""
+    sizes, ranks = config.parallel.mesh_sizes, world_size // config.parallel.pipeline_model_parallel_size
+    of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
+    instances = config.synchronization.instances(config.parallel.num_distributed_optimizer_instances)
+    tensor = config.parallel.tensor_model_parallel_size
+    return max(ranks // tensor // instances, 1), max(ranks // of_experts // instances, 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalite.config import RunConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.device_classes import classes_of
 from megalite.extras.planner.dry_run import planned_kernels
@@ -21,6 +24,11 @@ def priced(parts: Parts, config: RunConfig, prices: Prices) -> PartCosts:
     return PartCosts(seconds(parts.embedding, of_layer=False), layers, seconds(parts.head, of_layer=False))
 
 
+def unrounded(config: RunConfig) -> RunConfig:
+    """Return a run whose products are those of the weights' dtype, which all devices have."""
+    return replace(config, low_precision=LowPrecisionConfig())
+
+
 def class_costs(config: RunConfig) -> list[PartCosts]:
     """Return the seconds of the parts on each pipeline rank: those of the slowest class there, with its flags.
 
@@ -30,7 +38,7 @@ def class_costs(config: RunConfig) -> list[PartCosts]:
     for one in classes.classes:
         own: RunConfig = one.on(config)
         with planned_kernels(own.kernels, of_gpu=not one.cluster.gpu.is_cpu):
-            costs[one.name] = priced(part_records(own), own, Prices(one.cluster))
+            costs[one.name] = priced(part_records(unrounded(own)), own, Prices(one.cluster))
     ranks = range(config.parallel.pipeline_model_parallel_size)
     of_ranks = (classes.of_pipeline_rank(rank, config.parallel) for rank in ranks)
     return [PartCosts.highest([costs[one.name] for one in found]) for found in of_ranks]

@@ -7,13 +7,16 @@ Messages of data parallelism are not among them.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megalite.config import ModelConfig, RunConfig
+from megalite.config import RunConfig
 from megalite.config.layer_specs import LayerSpec
 from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.model import with_layers
@@ -27,8 +30,14 @@ from megalite.optim.layout import unique_parameters
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.products import kept_codes
 from megalite.torch_internals import run_backward
 from megalite.training import builder
+from megalite.training.kernels import require_whole_units
+
+_ROUNDING = "rounding"
+"""Name of the phase in which codes of weights are made."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,14 @@ class Parts:
 def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
-    Their updates are those of state on the device, and products of few bits those of the weights' dtype.
+    Their updates are those of state on the device. Codes of weights are made before a pass, of whole values.
 
     Args:
         config: has its vocabulary size.
         alike: parts with the same weights on each rank, whose updates are these.
 
     Raises:
-        MegaliteError: the layout cannot divide the network.
+        MegaliteError: the layout cannot divide the network, or a GPU has no such products.
     """
     parallel = replace(
         ParallelConfig(),
@@ -67,10 +76,13 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
         sequence_parallel=config.parallel.sequence_parallel,
     )
     on_device = replace(config.offload, optimizer_cpu_offload=False, parameter_offload=False)
-    specs, kinds = config.model.layers, _kinds(config.model)
-    model = with_layers(config.model, [spec for spec in kinds for _ in range(2)])
-    whole = LowPrecisionConfig()
-    config = replace(config, model=model, parallel=parallel, offload=on_device, low_precision=whole)
+    low = config.low_precision
+    of_layers = [
+        (spec, low.is_rounded(layer, config.model.num_layers)) for layer, spec in enumerate(config.model.layers)
+    ]
+    kinds = _kinds(of_layers, config.model.depths)
+    model = with_layers(config.model, [spec for spec, _ in kinds for _ in range(2)])
+    config = replace(config, model=model, parallel=parallel, offload=on_device, low_precision=_of_kinds(low, kinds))
     sizes = parallel.mesh_sizes
     dense = sizes["tensor_parallel_size"] * sizes["context_parallel_size"]
     experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
@@ -95,16 +107,38 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
             replace(each, update=known.update)
             for each, known in zip((stage, embedding, head), (alike.stage, alike.embedding, alike.head), strict=True)
         )
-        of_kinds = {spec: replace(of_kinds[spec], update=alike.layers[specs.index(spec)].update) for spec in of_kinds}
-    return Parts(stage, embedding, tuple(of_kinds[spec] for spec in specs), head)
+        of_kinds = {
+            kind: replace(of_kinds[kind], update=alike.layers[of_layers.index(kind)].update) for kind in of_kinds
+        }
+    return Parts(stage, embedding, tuple(of_kinds[kind] for kind in of_layers), head)
 
 
-def _kinds(model: ModelConfig) -> list[LayerSpec]:
+_LayerKind = tuple[LayerSpec, bool]
+"""A layer, and whether its products are rounded."""
+
+
+def _kinds(of_layers: Sequence[_LayerKind], depths: int) -> list[_LayerKind]:
     """Return one of each kind of layers. One that attends to the choice of another is recorded as one that chooses.
 
-    With depths, which may have the layer that a network has last, it is the last one here, too.
+    Those that are not rounded come first. With depths, which may have the layer that a network has last, it is the last
+    one here, too, rounded if any of its kind is.
     """
-    return sorted(dict.fromkeys(model.layers), key=lambda spec: model.depths > 0 and spec == model.layers[-1])
+    last = of_layers[-1][0], any(rounded for spec, rounded in of_layers if spec == of_layers[-1][0])
+    return sorted(dict.fromkeys(of_layers), key=lambda kind: (depths > 0 and kind == last, kind[1]))
+
+
+def _of_kinds(low: LowPrecisionConfig, kinds: Sequence[_LayerKind]) -> LowPrecisionConfig:
+    """Return the options by which two layers of each kind are rounded as the kind is, with whole weights."""
+    rounded = [each for _, each in kinds]
+    if low.recipe is None:
+        return low
+    return replace(
+        low,
+        fp8_param_gather=False,
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=2 * rounded.index(True),
+        num_layers_at_end_in_bf16=2 * rounded[::-1].index(True),
+    )
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
@@ -119,24 +153,39 @@ def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
         one.expert_parameters - other.expert_parameters,
         one.synchronizations - other.synchronizations,
         one.update - other.update,
+        _less(one.frozen, other.frozen),
+        _less(one.rounded, other.rounded),
+        one.codes - other.codes,
+        one.rounding - other.rounding,
     )
 
 
+def _less(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return one[0] - other[0], one[1] - other[1]
+
+
 def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartRecord:
-    """Run one micro-batch through a stage with these layers, forward and backward."""
+    """Run one micro-batch through a stage with these layers, forward and backward.
+
+    Codes of weights are made in a forward before, which does nothing else that the second one does not.
+    """
     recorder = Recorder()
-    with recorder:
+    with recorder, ExitStack() as keeping:
         chunk, optimizer = _built(config, mesh, layers)
+        require_whole_units(config, [chunk], META)
         batch = dry_micro_batch(config, mesh, builder.make_cutting(config, mesh))
         recorder.listen(mesh.traffic)
         optimizer.begin_step(1)
+        codes = recorder.alive
+        if config.low_precision.recipe is not None:
+            keeping.enter_context(kept_codes([chunk]))
+            recorder.phase = _ROUNDING
+            chunk(_inputs(config, layers), batch)
         before = recorder.alive
+        codes = before - codes
         recorder.phase = "F"
         recorder.restart_peak()
-        inputs = {} if layers.embedding else {HIDDEN_STATES: _hidden(config)}
-        for each in inputs.values():
-            each.requires_grad_(not config.model.trains_indexers_alone)
-        found = chunk(inputs, batch)
+        found = chunk(_inputs(config, layers), batch)
         outputs = [each for each in (*found.tensors.values(), *found.terms.values()) if each.requires_grad]
         forward_peak = recorder.peak - before
         passed = sum(each.nbytes for each in found.tensors.values())
@@ -147,20 +196,32 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
         if outputs:
             run_backward([get_gradient_edge(each) for each in outputs], gradients)
         backward_peak = recorder.peak - at_backward
+        parameters = unique_parameters(chunk)
+        rounded = _elements(each for each in parameters if each.codes is not None)
     mesh.traffic.listener = None
-    parameters = unique_parameters(chunk)
-    dense = sum(each.numel() for each in parameters if each.sharding.data_parallel_axes == ("dp", "cp"))
     work = recorder.work
+    forward = work.get("F", Work())
     return PartRecord(
-        work.get("F", Work()),
+        forward,
         work.get("B", Work()),
         kept,
         forward_peak,
         backward_peak,
-        dense,
-        sum(each.numel() for each in parameters) - dense,
+        *_elements(parameters),
         recorder.waits.total(),
+        frozen=_elements(each for each in parameters if not each.requires_grad),
+        rounded=rounded,
+        codes=codes,
+        rounding=work.get(_ROUNDING, Work()) - forward,
     )
+
+
+def _elements(parameters: Iterable[Parameter]) -> tuple[int, int]:
+    """Return the elements that all data-parallel ranks have, and those that only the ranks of the same experts have."""
+    counts = Counter[bool]()
+    for each in parameters:
+        counts[each.sharding.data_parallel_axes == ("dp", "cp")] += each.numel()
+    return counts[True], counts[False]
 
 
 def _update(config: RunConfig, layers: StageLayers) -> Update:
@@ -190,7 +251,11 @@ def _built(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> tuple[
     return chunk, builder.make_optimizer(config, [chunk], mesh, stages, lambda parameter: None, allow_unused=True)
 
 
-def _hidden(config: RunConfig) -> Tensor:
+def _inputs(config: RunConfig, layers: StageLayers) -> dict[str, Tensor]:
+    """Return what a stage with these layers receives."""
+    if layers.embedding:
+        return {}
     parts, training = config.parallel.sequence_parts, config.training
     shape = config.data.seq_length // parts, training.micro_batch_size, config.model.hidden_size
-    return torch.empty(shape, dtype=builder.model_dtype(config), device=META)
+    hidden = torch.empty(shape, dtype=builder.model_dtype(config), device=META)
+    return {HIDDEN_STATES: hidden.requires_grad_(not config.model.trains_indexers_alone)}

@@ -14,7 +14,7 @@ from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cluster import Cluster, Stack, find_stack
 from megalite.extras.planner.cost import Prices
-from megalite.extras.planner.dry_run import dry_run, planned_kernels
+from megalite.extras.planner.dry_run import META, dry_run, planned_kernels
 from megalite.extras.planner.layouts import Layout, has_uneven_stages, is_even, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.extras.planner.part_costs import priced
@@ -27,9 +27,11 @@ from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
 from megalite.training.data import known_vocabulary
-from megalite.training.kernels import require_equal_dropout
+from megalite.training.kernels import require_equal_dropout, require_recipe
 
 GIB = 2**30
+_WITH_FP8 = ("Ada", "Hopper", "Blackwell")
+"""Generations of GPUs that run products in FP8, as `scaled_products.refusal` tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Planner:
         """Plan a run as its flags have it, with its vocabulary.
 
         Raises:
-            ConfigurationError: the run trains a part of the network alone.
+            ConfigurationError: the run trains indexers alone, or the GPUs do not have its products.
         """
         if config.model.trains_indexers_alone:
             raise ConfigurationError(
@@ -101,6 +103,7 @@ class Planner:
             )
         self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
+        _require_products(self.config, cluster)
         self.prices = Prices(cluster, stack or find_stack(Stack.name))
         self._parts: dict[Hashable, Parts | None] = {}
         self._by_weights: dict[Hashable, Parts] = {}
@@ -232,6 +235,22 @@ class Planner:
             if found is not None:
                 self._by_weights.setdefault(weights, found)
         return self._parts[key]
+
+
+def _require_products(config: RunConfig, cluster: Cluster) -> None:
+    """Raise ConfigurationError if the GPUs of a cluster do not multiply in the few bits that a run asks for."""
+    low, gpu = config.low_precision, cluster.gpu
+    if low.recipe is None or gpu.is_cpu or config.kernels.kernels == "reference":  # emulated
+        return
+    with planned_kernels(config.kernels):
+        require_recipe(config, META)
+    known = gpu.generation is None or gpu.generation in _WITH_FP8
+    if not known or "float8" not in gpu.peak:
+        raise ConfigurationError(
+            f"{low.flag} with --cluster {cluster.name}: a run has these products on GPUs of the generations "
+            f"{', '.join(_WITH_FP8)} alone, and a plan needs their peak (float8, see clusters.toml): "
+            "give such a cluster, or plan without the flag"
+        )
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -45,7 +45,7 @@ _NO_LAUNCH = frozenset(
 )
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm_v2"})
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)  # of one speed
-_GROUPED_PRODUCTS = frozenset({"multiply_groups", "add_products"})
+_KERNELS_OF_PRODUCTS = frozenset({"multiply_groups", "add_products", "multiply_codes"})
 _ASKING = frozenset({"_local_scalar_dense", "nonzero", "_to_copy", "copy_"})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
 _FUSED = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         """Count a launch. Its bytes are those of all tensors; one that is expanded counts what it stores."""
         tensors = list(tensors)
         size = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-        # Without what addmm adds to. (The kernels of grouped products have the same dtype in their first two tensors.)
+        # Without what addmm adds to. (The kernels of products have the same dtype in their first two tensors.)
         inputs = tensors[1:] if kind == "product" and len(tensors) > 3 else tensors
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), torch.int64)
         named = "float8" if dtype in _FLOAT8 else str(dtype).removeprefix("torch.")
@@ -340,11 +340,14 @@ def _counted(
 
 def _counted_kernel(name: str, tensors: Sequence[Tensor]) -> tuple[OperationKind, tuple[int, int, int, int], int]:
     """Return the same of a Triton kernel. A grouped product is a batch of products, with the same rows in each."""
-    if name not in _GROUPED_PRODUCTS:
+    if name not in _KERNELS_OF_PRODUCTS:
         return "elementwise", _NO_SHAPE, 0
     rows, other, *_, result = tensors
     if name == "multiply_groups":
         groups, inner, columns = other.shape
+        shape = groups, -(-len(rows) // groups), columns, inner
+    elif name == "multiply_codes":
+        groups, columns, inner = len(other) // result.shape[1], result.shape[1], other.shape[1]
         shape = groups, -(-len(rows) // groups), columns, inner
     else:
         groups, columns, inner = result.shape

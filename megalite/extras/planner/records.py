@@ -127,3 +127,30 @@ class PartRecord:
     synchronizations: int = 0
     """Times that the host waits for the device in forward and backward."""
     update: Update = field(default_factory=Update)
+    frozen: tuple[int, int] = (0, 0)
+    """Elements among `parameters` and `expert_parameters` that are not trained."""
+    rounded: tuple[int, int] = (0, 0)
+    """Elements among them that products read as codes of few bits."""
+    codes: int = 0
+    """Bytes of these codes and their scales, which no other figure has."""
+    rounding: Work = field(default_factory=Work)
+    """Work of making them of all values."""
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Elements of both kinds: `parameters` and `expert_parameters`."""
+        return self.parameters, self.expert_parameters
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Elements of both kinds that are trained."""
+        (dense, experts), (frozen, frozen_experts) = self.elements, self.frozen
+        return dense - frozen, experts - frozen_experts
+
+    def gathered(self, item: float, *, as_codes: bool) -> tuple[float, float]:
+        """Return the bytes of both kinds of elements if each has `item` bytes, or one that is rounded has a code."""
+        dense, experts = (
+            item * elements - (item - 1) * rounded * as_codes
+            for elements, rounded in zip(self.elements, self.rounded, strict=True)
+        )
+        return dense, experts

@@ -10,6 +10,7 @@ from typing import Any
 
 from megalite.extras.planner.cost import Cost
 from megalite.extras.planner.goodput import Length
+from megalite.extras.planner.intervals import rounded_dtype
 from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.neighbours import Neighbour
 from megalite.extras.planner.plan import GIB, Plan, Planner
@@ -40,7 +41,14 @@ MEMORY = {
     "transient": "transient",
     "reserved": "driver",
 }
-_PRECISIONS = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
+_PRECISIONS = {
+    "bfloat16": "BF16",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "float8": "FP8",
+    "float4": "FP4",
+}
 _BAR = 48
 _MARKS = "#=+*-."
 
@@ -64,7 +72,7 @@ def row(plan: Plan) -> dict[str, str | int | float]:
     copies = config.parallel.data_parallel_size(plan.gpus)
     return {
         "#-GPUs": plan.gpus,
-        "Precision": _PRECISIONS[config.training.dtype],
+        "Precision": _PRECISIONS[rounded_dtype(config) or config.training.dtype],
         "GBS": samples,
         "MBS": layout.micro_batch,
         "Sequence Length": config.data.seq_length,

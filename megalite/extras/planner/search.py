@@ -116,8 +116,8 @@ class _Search:
         planner, counts, least = self.planner, self.found.counts, self._least
         stays = "zero" in self.keep
         all_stages = [planner.config.parallel.zero_stage] if stays else range(len(STRATEGIES))
-        if planner.config.offload.parameter_offload:  # slices are those of ZeRO 3
-            all_stages = [3]
+        if planner.config.offload.parameter_offload or planner.config.low_precision.fp8_param_gather:
+            all_stages = [3]  # whose slices are offloaded, and whose gathers are of codes
         dtype = getattr(torch, planner.config.training.dtype)
         whole = drops_by_rank(planner.config.model, planner.device, dtype)
         for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):

@@ -15,7 +15,7 @@ from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.dry_run import planned_kernels
 from megalite.extras.planner.measured_ranks import MeasuredRanks, read_measured_ranks
-from megalite.extras.planner.part_costs import class_costs, priced
+from megalite.extras.planner.part_costs import class_costs, priced, unrounded
 from megalite.extras.planner.parts import part_records
 from megalite.extras.planner.split import PartCosts, letters, split, stage_costs
 from megalite.modules.balance import balance
@@ -75,7 +75,7 @@ def with_stages(config: RunConfig, world_size: int) -> tuple[RunConfig, tuple[st
     if measured is None and parallel.device_classes is not None:
         return with_letters(letters(split(class_costs(known), stages))), ()
     with planned_kernels(config.kernels):
-        costs = priced(part_records(known), known, Prices(find_cluster(_GPU)))
+        costs = priced(part_records(unrounded(known)), known, Prices(find_cluster(_GPU)))
     if measured is None:
         return with_letters(balanced(costs, count)), ()
     of_ranks = [costs * factor for factor in measured.factors(costs)]

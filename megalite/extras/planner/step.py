@@ -13,12 +13,13 @@ from megalite.config.pipeline_layout import StageLayers, schedule_name, shape, s
 from megalite.extras.planner.cost import Cost, Prices
 from megalite.extras.planner.data_parallel import DataParallel, Exchange
 from megalite.extras.planner.intervals import Interval, interval
-from megalite.extras.planner.memory import tied_elements
+from megalite.extras.planner.memory import has_frozen_table, tied_elements
 from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.records import PartRecord
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
+from megalite.tasks.adapters import adapter_products
 from megalite.tasks.flops import flops_per_token
 from megalite.training.builder import model_dtype
 
@@ -57,6 +58,7 @@ class StepTime:
     flops: float
     """Model FLOP/s per GPU, with causal attention."""
     mfu: float
+    """These over the peak of the weights' dtype."""
     interval: Interval
 
     @property
@@ -117,8 +119,9 @@ class Step:
         config = self.config
         tokens = self.batch * config.data.seq_length / cost.total / self.world_size
         vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
-        flops = tokens * flops_per_token(config.model, vocabulary, config.data.seq_length)
-        peak = self.prices.cluster.gpu.peak_of(config.training.dtype)
+        adapters = adapter_products(config.model, config.adapters)
+        flops = tokens * flops_per_token(config.model, vocabulary, config.data.seq_length, adapters=adapters)
+        peak = self.prices.cluster.gpu.peak_of(config.training.dtype)  # whatever products are rounded to
         expected = interval(cost.total, config, self.prices.cluster, self.prices.stack)
         return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak, expected)
 
@@ -155,10 +158,13 @@ class Step:
             *((records[key], count, True) for key, count in counts.items()),
             *((record, 1, False) for record in others),
         ]:
-            one_forward, one_backward = self.prices.passes(record, self.config, of_layer=of_layer)
+            again = Cost(elementwise=self._data.rounding(record)[0])
+            one_forward, one_backward = (
+                each + again for each in self.prices.passes(record, self.config, of_layer=of_layer)
+            )
             ahead.append((record, count, one_forward, one_backward))
             forward, backward = forward + one_forward * count, backward + one_backward * count
-            weights += one_forward.products * count  # each product has one for the gradient of its weight
+            weights += self.prices.weight_gradients(record, self.config, of_layer=of_layer) * count
         exchange = self._exchange([(record, count, f.total, b.total) for record, count, f, b in ahead], stage)
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
@@ -186,6 +192,8 @@ class Step:
     def _without_tied(self, head: PartRecord) -> PartRecord:
         """Return the head for a stage that has the embedding too: a weight of both is exchanged and updated once."""
         parameters = max(head.parameters - tied_elements(self.config), 0)
+        if has_frozen_table(head, self.config):
+            return replace(head, parameters=parameters, frozen=(head.frozen[0] - tied_elements(self.config), 0))
         update = replace(head.update, bytes=head.update.bytes * parameters // max(head.parameters, 1))
         return replace(head, parameters=parameters, update=update)
 
@@ -214,7 +222,11 @@ class Step:
 
     def _afterwards(self, rank: int) -> Cost:
         """Return what a rank does after its last backward."""
-        apart = len(self.layout.ends) == 2 and rank in self.layout.ends
+        apart = (
+            len(self.layout.ends) == 2
+            and rank in self.layout.ends
+            and not has_frozen_table(self.parts.head, self.config)
+        )
         return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=apart)
 
     def _ends(self) -> list[float]:

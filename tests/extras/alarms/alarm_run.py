@@ -14,6 +14,7 @@ from torch import Tensor
 import megalite
 from megalite.errors import MegaliteError
 from megalite.run.loop import TrainingLoop
+from megalite.run.records import Records
 from tests.harness.unsharded import unsharded_parameters
 
 VOCABULARY, LENGTH, BATCH, STEPS = 12, 8, 4, 14
@@ -89,19 +90,19 @@ def train(
     )
     course = Course()
     options = {"save_interval": 3, "report": False} if save is not None else {}
-    record, tell = TrainingLoop.record_decisions, TrainingLoop.begin_again
+    record, tell = Records.write_decisions, TrainingLoop.begin_again
 
-    def noted(loop: TrainingLoop, decisions: Sequence[Any], step: int | None = None) -> None:
-        number = loop.trainer.iteration if step is None else step
+    def noted(records: Records, decisions: Sequence[Any], step: int | None = None) -> None:
+        number = records.trainer.iteration if step is None else step
         course.decisions += [(number, vars(each)) for each in decisions]
-        record(loop, decisions, step)
+        record(records, decisions, step)
 
     def again(loop: TrainingLoop, decisions: Sequence[Any]) -> None:
         del course.records[loop.trainer.iteration - first :]
         tell(loop, decisions)
 
     with (
-        mock.patch.object(TrainingLoop, "record_decisions", noted),
+        mock.patch.object(Records, "write_decisions", noted),
         mock.patch.object(TrainingLoop, "begin_again", again),
         megalite.Trainer(
             config,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megalite.errors import ConfigurationError
-from megalite.extras.chaos import injection
+from megalite.extras.chaos import injection, processes
 from megalite.extras.chaos.faults import KINDS, Fault, Observed, draw, every_site, read_schedules, written
 from megalite.extras.chaos.plan import read_sites
 from megalite.extras.chaos.trial import Limits, Running, Trial, lose_writes, require_namespaces
@@ -310,3 +310,7 @@ def test_every_function_of_the_sites_file_exists() -> None:
         assert callable(attrgetter(name)(importlib.import_module(module)))
     assert asdict(sites.results)["loss"] == "lm_loss"
     assert toy.RANKS == 2
+
+
+def test_memory_that_another_program_has_removed_meanwhile_is_not_left() -> None:
+    assert list(processes.unused({"sem.removed-meanwhile"})) == []

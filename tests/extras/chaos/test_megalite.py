@@ -48,12 +48,13 @@ def judged(trial: Trial, undisturbed: Trial) -> Verdict:
     return judge(trial, undisturbed, SITES.results)
 
 
+@pytest.mark.wide  # test_chaos.py has a program of a few lines
 @pytest.mark.parametrize(
     "faults",
     [
         (Fault("kill", 1, "reduce", 5), Fault("kill", 0, "connected", 1, after=0)),
-        pytest.param((Fault("bit-in-file", 0, "save.done", 3, seed=5),), marks=pytest.mark.wide),
-        pytest.param((Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),), marks=pytest.mark.wide),
+        (Fault("bit-in-file", 0, "save.done", 3, seed=5),),
+        (Fault("lying-fsync", 1, "save.begin", 3, seconds=0.1),),
     ],
     ids=lambda faults: faults[0].kind,
 )

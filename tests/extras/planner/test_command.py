@@ -26,14 +26,14 @@ RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 -
     --bf16 --position-embedding-type rope --global-batch-size 8""")
 
 
-def test_products_of_few_bits_are_planned_as_those_of_the_weights() -> None:
+def test_products_of_few_bits_are_planned_and_said() -> None:
     flags = [*RUN, "--micro-batch-size", "1", "--hidden-dropout", "0"]
     of_bf16, of_fp8 = (
         list(plan.report(Planner(plan.completed(argv), find_cluster("H100-SXM"), 4), plan.Options(), argv, AXES))
         for argv in (flags, [*flags, "--fp8-format", "e4m3"])
     )
-    assert of_fp8[:2] == of_bf16[:2]
-    said = [line for line in of_fp8 if "--fp8-recipe blockwise are counted as those of the weights' dtype" in line]
+    assert [lines[1].split()[1] for lines in (of_bf16, of_fp8)] == ["BF16", "FP8"]
+    said = [line for line in of_fp8 if "--fp8-recipe blockwise are taken to reach the share of FP8's peak" in line]
     assert len(said) == 1
     assert any("--fp8-format e4m3" in line for line in of_fp8[-12:])
     assert not any("--fp8" in line for line in of_bf16)

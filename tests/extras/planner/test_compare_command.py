@@ -22,6 +22,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
+@pytest.mark.wide
 def test_methods_are_compared_and_those_that_fail_are_listed(tmp_path: Path) -> None:
     methods = ["--methods", "int8", "onebit-adam", "--steps", "3"]
     ran = run(tmp_path, *methods, "--", *TRAINING, "--use-distributed-optimizer")

@@ -165,19 +165,30 @@ def test_a_dry_run_with_torchs_kernel_of_sgd_has_its_state(momentum: str) -> Non
     assert found.memory.optimizer == (0 if momentum == "0" else found.memory.parameters)
 
 
-@pytest.mark.parametrize("recipe", ["--fp8-format e4m3", "--fp8-format hybrid --fp8-recipe tensorwise"])
-def test_a_dry_run_in_fp8_has_as_many_floating_point_operations(recipe: str) -> None:
-    """Compare with two thirds of those of layers, which have the speed of fp8: weight gradients are not rounded."""
+@pytest.mark.parametrize(
+    ("recipe", "products"),
+    [
+        ("--fp8-format e4m3", 2),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", 2),
+        ("--fp8-format e4m3 --fp8-wgrad", 3),
+        pytest.param(
+            *("--fp8-format e4m3 --num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax", 2),
+            marks=pytest.mark.wide,
+        ),
+    ],
+)
+def test_a_dry_run_in_fp8_has_as_many_floating_point_operations(recipe: str, products: int) -> None:
+    """Compare with two thirds of those of layers, which have the speed of fp8, unless weight gradients are rounded."""
     pytest.importorskip("triton")
     sizes = "--micro-batch-size 2 --bf16 --hidden-size 128 --kv-channels 32 --ffn-hidden-size 256"
     given = FLAGS.replace("--hidden-size 32", "").replace("--ffn-hidden-size 48", "")
     flags = given.replace("--kernels reference", sizes)
-    both = (flags, f"{flags} {recipe}")
+    both = (f"{flags} {recipe[recipe.find('--num-experts') :] if 'experts' in recipe else ''}", f"{flags} {recipe}")
     plain, found = (dry_run(parse_arguments(each.split()).config, 1, 0).total for each in both)
     assert found.flops == plain.flops
     weights = 4 * (4 * 128 * 128 + 2 * 128 * 256)
     in_fp8 = sum(each.flops * count for each, count in found.operations.items() if each.dtype == "float8")
-    assert in_fp8 == 2 * 2 * 8 * 32 * weights
+    assert in_fp8 == 2 * products * 8 * 32 * weights
 
 
 def test_what_is_offloaded_is_not_on_the_device() -> None:

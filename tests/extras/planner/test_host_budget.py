@@ -14,6 +14,7 @@ import torch
 from benchmarks.host_budget import FAMILIES, configuration, count, own_layers, own_update
 from benchmarks.quick_meta import SHORT
 from megalite.config import RunConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.parse import parse_arguments
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.model.mlp import MLP
@@ -22,23 +23,35 @@ from megalite_kernels.implementation import is_installed
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 
 LAYER = {
-    # Forward 9: two norms, four products, rotation, attention, activation. Backward 21: those, where a product has two
-    # and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a cat put the gradients of
-    # queries, keys and values together.
-    "llama": (30, 0),
+    # Forward 10: two norms, four products, rotation, a copy of the values, attention, activation. Backward 21: those,
+    # where a product has two and a norm has its kernel, a sum over programs, a rounding and an addition; a stack and a
+    # cat put the gradients of queries, keys and values together.
+    "llama": (31, 0),
     # Instead of the rotation, four biases: added in three launches (the activation adds one), summed and stored.
     "gpt2": (44, 0),
     # Two products forward and four backward for all experts together. The rest chooses, counts and sorts by expert. The
     # host waits for the numbers of their tokens.
-    "experts": (72, 1),
+    "experts": (73, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
+ROUNDED = {
+    # Four inputs and gradients, and four weights in forward and again in backward, whose codes nothing keeps here: each
+    # has two launches for its maximum and one for codes and scale, weights one to turn codes. Inputs are dequantized
+    # for weight gradients.
+    ("tensorwise", False): 91,
+    # Not here: gradients are turned and rounded anew, codes of inputs turned, and products added in another launch.
+    ("tensorwise", True): 103,
+    # No maxima, and codes are written turned, too; scales are copied to where torch's products take them.
+    ("blockwise", False): 63,
+    ("blockwise", True): 87,
+}
+"""Launches of the same with products in 8 bits, by recipe and --fp8-wgrad."""
 OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
     ({}, 90),
     ({"qk_layernorm": True}, 90),
     ({"moe_aux_loss_coeff": (0.001,)}, 90),
     ({"moe_aux_loss_coeff": (0.001,), "qk_layernorm": True}, 102),
-    ({"add_bias_linear": True}, 104),
+    ({"add_bias_linear": True}, 105),
 ]
 """Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
 OF_A_RUN, OF_A_STEP = 5, 7
@@ -83,6 +96,15 @@ def test_a_layer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     with planned_kernels(config.kernels):
         few, more = (count(own_layers(config, layers)[0]) for layers in (1, 2))
     assert (more[0] - few[0], more[1] - few[1]) == LAYER[family]
+
+
+@pytest.mark.parametrize(("recipe", "wgrad"), ROUNDED, ids=str)
+def test_a_layer_that_rounds_launches_no_more_than_it_did(recipe: Any, wgrad: bool) -> None:
+    config = configuration("llama")
+    config = replace(config, low_precision=LowPrecisionConfig("e4m3", recipe, fp8_wgrad=wgrad))
+    with planned_kernels(config.kernels):
+        (few, _), (more, _) = (count(own_layers(config, layers)[0]) for layers in (1, 2))
+    assert more - few == ROUNDED[recipe, wgrad]
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(8, 2), (128, 8)])

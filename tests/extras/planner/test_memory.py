@@ -38,6 +38,12 @@ LAYOUTS = [
     "--pp 4 --mtp-num-layers 2 --untie-embeddings-and-output-weights --use-distributed-optimizer",
     "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 9 --mtp-num-layers 2 --mtp-standalone "
     "--use-distributed-optimizer",
+    "--fp8-format e4m3 --first-last-layers-bf16 --use-distributed-optimizer",
+    "--fp8-format e4m3 --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params",
+    "--fp8-format e4m3 --fp8-recipe tensorwise --num-experts 8 --ep 8 --mtp-num-layers 1 --first-last-layers-bf16",
+    "--lora-rank 8 --load base --lora-target-modules embed_tokens lm_head query --use-distributed-optimizer "
+    "--untie-embeddings-and-output-weights",
+    "--lora-rank 8 --load base --pp 2 --data-parallel-sharding-strategy optim_grads_params",
 ]
 RANKS = 32
 
@@ -47,6 +53,8 @@ RANKS = 32
     "--pp 4 --pipeline-schedule zb-v --recompute-activations",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
     "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
+    "--fp8-format e4m3 --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params",
+    "--lora-rank 8 --load base --pp 2 --data-parallel-sharding-strategy optim_grads_params",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_memory_is_that_of_a_dry_run(layout: str) -> None:
@@ -67,9 +75,9 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
         for kind in ("parameters", "gradients", "optimizer", "host"):
             size = getattr(wanted.memory, kind)
             assert getattr(memory, kind) == pytest.approx(size, rel=2e-3), kind  # but for the padding of shards
-        assert memory.activations == pytest.approx(
-            wanted.memory.activations, rel=5e-3
-        )  # but for a few numbers per token
+        # But for a few numbers per token; and in a run the first layer keeps less, if all before it is frozen.
+        within = 2e-2 if "--lora-rank" in layout else 5e-3
+        assert memory.activations == pytest.approx(wanted.memory.activations, rel=within)
         assert memory.total == pytest.approx(wanted.peak, rel=0.08)
 
 

@@ -28,6 +28,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.wide
 def test_a_training_is_measured_on_one_and_two_ranks(tmp_path: Path) -> None:
     ran = run(tmp_path, "--scaling", "strong", "--", *TRAINING.split())
     assert ran.returncode == 0, ran.stderr
@@ -41,7 +42,6 @@ def test_a_training_is_measured_on_one_and_two_ranks(tmp_path: Path) -> None:
     assert "strong scaling" in ran.stdout
 
 
-@pytest.mark.wide
 def test_a_command_that_fails_shows_its_message_and_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(FAILS_ON_TWO)
     ran = run(tmp_path, "--ranks", "2", "--warmup", "0", "--", str(tmp_path / "program.py"), "--global-batch-size", "4")

@@ -10,7 +10,9 @@ from typing import Literal
 import pytest
 
 from megalite.config import RunConfig
+from megalite.config.adapters import AdaptersConfig
 from megalite.config.data import DataConfig
+from megalite.config.low_precision import LowPrecisionConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ScheduleName
@@ -91,6 +93,7 @@ def every_plan(planner: Planner, keep: tuple[str, ...] = ()) -> list[Plan]:
         (run_config(batch=2), 7e9, ("context", "micro_batch")),  # where most do not fit
         (run_config(layers=3, batch=2), 85e9, ("recompute",)),  # which two stages cannot divide evenly
         (run_config(layers=2, experts=4, batch=2), 85e9, ("context", "recompute")),
+        (replace(run_config(batch=2), low_precision=LowPrecisionConfig("e4m3")), 9e9, ("context", "recompute")),
     ],
 )
 def test_the_first_ones_are_the_fastest_of_all_that_fit(
@@ -107,7 +110,16 @@ def test_the_first_ones_are_the_fastest_of_all_that_fit(
     assert found.counts["possible"] >= found.counts["recorded"] >= found.counts["simulated"] >= len(found.plans)
 
 
-@pytest.mark.parametrize("config", [run_config(), run_config(layers=2, experts=4)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        run_config(),
+        run_config(layers=2, experts=4),
+        replace(run_config(), low_precision=LowPrecisionConfig("e4m3", "tensorwise", fp8_wgrad=True)),
+        replace(run_config(), low_precision=LowPrecisionConfig("e4m3", first_last_layers_bf16=True)),
+        replace(run_config(), adapters=AdaptersConfig(lora_rank=4)),
+    ],
+)
 def test_bounds_are_below_what_they_bound(config: RunConfig) -> None:
     planner = Planner(config, CLUSTER, 2)
     least = LowerBounds(planner.config, 2, planner.prices)

@@ -126,11 +126,8 @@ def generating(layout: str, dtype: str) -> list[Cell]:
     return [replace(cell, etp=changes.get("tp", 1), **changes) for cell in cells]
 
 
-@pytest.mark.wide_except("tp2", "dp2-zero3")
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2-pp2", "interleaved"))) for name in GENERATING],
-)
+@pytest.mark.wide_except("dp2-zero3")
+@pytest.mark.parametrize("layout", GENERATING)
 def test_generation_and_training_agree_on_log_probabilities(layout: str, rank_pools: RankPools) -> None:
     cells = generating(layout, "float32")
     sampling = Sampling(temperature=1.5, top_k=12)

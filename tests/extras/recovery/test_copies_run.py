@@ -82,6 +82,7 @@ def killed_and_continued(folder: Path, *more: str) -> str:
     return text
 
 
+@pytest.mark.wide  # ranks that are started again do in test_warm_restart.py
 def test_a_killed_program_continues_from_memory(tmp_path: Path) -> None:
     """There is no checkpoint on disk. Each step is in the metrics once, with the numbers of a run without a kill."""
     text = killed_and_continued(tmp_path / "a")

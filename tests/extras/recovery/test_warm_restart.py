@@ -93,6 +93,7 @@ def test_a_run_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_after_a_hang(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "pp")
     (said,) = disturb(campaign, Fault("backward", 1, 2, "stop"), hangs=True)
@@ -168,6 +169,7 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_ranks_end_with_a_process_of_the_launcher(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     with campaign.start(steps=50, step_seconds=0.1, more=WARM) as job:
@@ -207,6 +209,7 @@ def test_every_rank_may_be_killed_from_outside(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_stop_file_ends_a_run_whose_ranks_are_not_all_there(start: Start, tmp_path: Path) -> None:
     """The other node is late."""
     flags = [*GPT2, "--micro-batch-size", 1, "--train-iters", 4, "--save", tmp_path / "run", "--resume", "auto"]

@@ -11,6 +11,7 @@ fullest rank. Exit codes: 0, or 64 for wrong flags and for runs that no layout c
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -189,6 +190,13 @@ def completed(argv: Sequence[str]) -> RunConfig:
         raise ConfigurationError("--data-parallel-shares: plans count equal shares. Leave it out")
     if config.distillation.distill_from is not None:
         raise ConfigurationError("--distill-from: plans do not count a teacher. Leave it out, and leave room for it")
+    adapters = config.adapters
+    for flag, names in (("--freeze", adapters.freeze), ("--lora-target-modules", adapters.lora_target_modules)):
+        if numbered := [name for name in names if re.search(r"[0-9?\[]", name)]:
+            raise ConfigurationError(
+                f"{flag} {numbered[0]}: plans take all layers of a kind to be trained alike: give names without "
+                "numbers, or see what a rank needs by pretrain_gpt.py --dry-run"
+            )
     return replace(config, data=data, training=training)
 
 
@@ -255,10 +263,10 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     if expected.unknown is not None:
         yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if planner.config.low_precision.recipe is not None:
-        yield (
-            f"products of {planner.config.low_precision.flag} are counted as those of the weights' dtype, and codes of "
-            "weights by the dry run alone"
-        )
+        how = "are emulated, as a run does on CPUs"
+        if not planner.cluster.gpu.is_cpu and planner.config.kernels.kernels != "reference":
+            how = "are taken to reach the share of FP8's peak that those of bf16 reach of theirs; MFU is of bf16's peak"
+        yield f"products of {planner.config.low_precision.flag} {how}"
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)
