@@ -291,11 +291,12 @@ class Adaptable(nn.Module):
         """
         if self.update is None:
             return product(input, None, *weights)
+        factors = [self.a, *[self.b[number] for number in range(len(self.b))]]  # torch 2.11 compiles no *self.b
         if self._dropout and self.training:
             output = product(input, None, *weights)
-            output = output + product(self._dropped(input, places), self.update, self.a, *self.b)
+            output = output + product(self._dropped(input, places), self.update, *factors)
         else:
-            output = product(input, self.update, *weights, self.a, *self.b)
+            output = product(input, self.update, *weights, *factors)
         if self.magnitudes:
             frozen = [self.weights_to_adapt()[number] for number in self._adapted]
             changes = self.update.row_changes(frozen, self.a, list(self.b), list(self.magnitudes))

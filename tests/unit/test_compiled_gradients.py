@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +106,20 @@ def of_tokens(sharding: Sharding) -> Piece:
     return replace(piece, tensor=replace(piece.tensor, is_embedding_or_output=True))
 
 
-def adapted_layers(dtype: torch.dtype) -> Iterator[Adaptable]:
-    """Yield layers with trained adapters."""
+def adapted_layers(dtype: torch.dtype) -> Iterator[tuple[str, Adaptable]]:
+    """Yield layers with trained adapters, by name."""
     context = ParallelContext(ParallelMesh(), dtype=dtype)
-    for make in (ColumnParallelLinear, RowParallelLinear):
+    for make, dora in product((ColumnParallelLinear, RowParallelLinear), (False, True)):
         layer = make(context, "up_down.weight", 8, 6)
-        add_adapters(layer, AdaptersConfig(lora_rank=2))
+        add_adapters(layer, AdaptersConfig(lora_rank=2, use_dora=dora))
         initialize(layer, 1)
         with torch.no_grad():
             layer.b[0].copy_(numbers(dtype, 6, 2))
-        yield layer
+        yield f"{make.__name__} with {'DoRA' if dora else 'adapters'}", layer
 
 
 def factors_of(layer: Adaptable) -> list[Tensor]:
-    return [layer.a, *layer.b]
+    return [layer.a, *layer.b, *layer.magnitudes]
 
 
 def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
@@ -165,8 +165,8 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     for name, function in (("row", None), ("row of activations", torch.tanh)):
         rest = world, False, False, function, PLAIN, None
         yield name, (lambda x, w, rest=rest: _RowParallel.apply(x, *rest, w), [x, weight(dtype, 6, 8)])
-    for layer in adapted_layers(dtype):
-        yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
+    for name, layer in adapted_layers(dtype):
+        yield name, (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])
     yield "entropy", (lambda x: vocab_parallel_entropy(x, world, 7), [numbers(dtype, 2, 3, 8)])
     of_output = [numbers(dtype, 2, 3, 4), weight(dtype, 8, 4)]
