@@ -86,6 +86,7 @@ def compare_with_torchao() -> list[Row]:
 
 
 def _recipes() -> dict[str, Theirs]:
+    """Return what torchao has of the recipes of the vectors, by their names."""
     floor, up, least = _mxfp8(ScaleCalculationMode.FLOOR), _mxfp8(ScaleCalculationMode.RCEIL), 2.0**-116
     return {
         "tensorwise": Theirs(_tensorwise(E4M3), _tensorwise(E4M3), _tensorwise_product, IN_FP32),

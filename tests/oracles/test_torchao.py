@@ -15,7 +15,7 @@ NOT_COMPARED = {
     *(f"{name}, subnormal" for name in VARIANTS if name.startswith(("tensorwise", "blockwise"))),
     "nvfp4, zero",
 }
-"""What torchao treats otherwise: docs/fp8_tables.md."""
+"""Rows of which torchao treats all values otherwise: docs/fp8_tables.md."""
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
