@@ -13,7 +13,7 @@ from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.quantization_kernels import dequantized
 from megalite_kernels.recipes import Recipe, Scaling
-from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Squares, Tiles, outer_scales
 
 TILE = 2048  # elements of a program
 BLOCK_OF_ONE_SCALE = 128  # elements of a row that a program has together
@@ -309,7 +309,7 @@ def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tenso
     return values
 
 
-def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:
+def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Squares, Tensor]:
     """Return the tiles of matrices [matrices * out, in], and their codes [matrices * in, out]."""
     values = values.contiguous()
     rows, columns, block = len(values) // matrices, values.shape[1], recipe.block
@@ -325,4 +325,4 @@ def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tu
             *(GREATEST, _SCALING[recipe.scaling][0], block, wide),
             num_warps=SQUARE_WARPS,
         )
-    return Tiles(codes.view(recipe.forward), scales), turned.view(recipe.forward)
+    return Squares(codes.view(recipe.forward), scales), turned.view(recipe.forward)
