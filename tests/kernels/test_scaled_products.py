@@ -17,8 +17,8 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.rounded_products import Rounding, Roundings
 from megalite_kernels import scaled_products
 from megalite_kernels import scaled_products_kernels as kernels
 from megalite_kernels.implementation import Kernels, use

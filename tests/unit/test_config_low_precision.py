@@ -14,7 +14,7 @@ from megalite.config.validate_low_precision import low_precision_notes
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
 from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe

@@ -13,11 +13,11 @@ from megalite.config.model import ModelConfig
 from megalite.model.gpt import GPT
 from megalite.model.moe import Experts
 from megalite.optim.buckets import DataParallel, make_buckets
-from megalite.parallel import products
+from megalite.parallel import rounded_products
 from megalite.parallel.initialization import initialize
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.parallel.products import Rounding, Roundings, kept_codes
+from megalite.parallel.rounded_products import Rounding, Roundings, kept_codes
 from megalite_kernels.recipes import recipe
 
 MODEL = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=2, max_position_embeddings=4, vocab_size=8)
@@ -39,7 +39,7 @@ def rounded(network: nn.Module) -> list[str]:
 
 def test_codes_are_made_once_while_they_are_kept() -> None:
     layer = network().layers[0].mlp.up  # type: ignore[union-attr]
-    with mock.patch.object(products, "quantize_weight", wraps=products.quantize_weight) as made:
+    with mock.patch.object(rounded_products, "quantize_weight", wraps=rounded_products.quantize_weight) as made:
         with kept_codes([layer]):
             for _ in range(2):
                 layer(torch.ones(2, 1, 32, requires_grad=True)).sum().backward()
