@@ -122,6 +122,7 @@ def torch_multiplies_blocks(device: torch.device) -> bool:
 
 
 def _by_torch(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Multiply tiles with one scale, or rows and squares of whole blocks. Raises ValueError for some widths."""
     rows, outputs = len(a.codes), len(b.codes)
     if outputs % UNIT:
         raise ValueError(f"a {recipe.name} product has {outputs} outputs: a GPU's have multiples of {UNIT}")
