@@ -37,7 +37,6 @@ SCALES_OF_SQUARES = 4  # blocks of a column of scales: cuBLAS reads 16 bytes of 
 SCALES_OF_ROWS = 4  # rows of a column of scales, for the same reason
 
 
-@cache
 def refusal(recipe: Recipe, device: torch.device) -> str | None:
     """Return why products of this recipe do not run on this device, in one line, or None if they do."""
     if not on_gpu(device):

@@ -102,7 +102,6 @@ def test_a_start_tells_what_is_not_rounded() -> None:
 
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
     gpu = torch.device("cuda:0")
-    refusal.cache_clear()
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.version.cuda", "12.9"),
@@ -118,12 +117,10 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
             require_recipe(config_of(flags + " --kernels reference"), gpu)
-    refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
         with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a GPU with fp8"):
             require_recipe(config_of(FP8), gpu)
-    refusal.cache_clear()
 
 
 def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:
