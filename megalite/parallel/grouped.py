@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.parameter import NOTHING, GroupedProductGradient, Parameter, accumulate_grad
 from megalite.parallel.products import PLAIN, Products, saved_by
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import scale_gradients_
@@ -33,7 +33,7 @@ class _GroupedLinear(torch.autograd.Function):
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
         output, kept = products.of_groups(input, weight, *groups)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*(kept if weight.requires_grad else ()))
         return output
 
     @staticmethod
@@ -41,7 +41,8 @@ class _GroupedLinear(torch.autograd.Function):
         (gradient,) = gradients
         input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
-        product = ctx.products.weight_gradient_of_groups(gradient, saved_by(ctx), *ctx.groups)
+        kept = saved_by(ctx)
+        product = ctx.products.weight_gradient_of_groups(gradient, kept, *ctx.groups) if kept else NOTHING
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 

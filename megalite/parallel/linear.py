@@ -25,7 +25,7 @@ from megalite.parallel import collectives
 from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, LateGradient, Parameter, accumulate_grad, is_deferred
+from megalite.parallel.parameter import NOTHING, Gradient, LateGradient, Parameter, accumulate_grad, is_deferred
 from megalite.parallel.products import ALONE, PLAIN, Kept, Products, as_matrix, saved_by
 from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
@@ -58,13 +58,17 @@ class _ColumnParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Parameter,
     ) -> Tensor:
-        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x."""
+        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x.
+
+        If the weights are frozen, and have no update, nothing reads the input again.
+        """
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b, ctx.products = weights, (), products
+        keeps = update is not None or any(weight.requires_grad for weight in weights)
         if update is None and len(weights) == 1:
             output, kept = products.forward(input, weights[0], group if sequence_parallel else ALONE)
-            ctx.save_for_backward(*kept)
+            ctx.save_for_backward(*(kept if keeps else ()))
             return output
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if update is not None:
@@ -81,7 +85,7 @@ class _ColumnParallel(torch.autograd.Function):
         inner = [] if update is None else [torch.mm(as_matrix(whole), ctx.weights[-1].t())]
         if update is not None:
             update.add(as_matrix(output), inner[0], ctx.b)
-        ctx.save_for_backward(input, *inner)
+        ctx.save_for_backward(*((input,) if keeps else ()), *inner)
         return output
 
     @staticmethod
@@ -119,7 +123,7 @@ class _ColumnParallel(torch.autograd.Function):
             gathered = _gather_later(way, kept, group)
             products = [LateGradient(functools.partial(_gathered_gradient, way, part, gathered)) for part in parts]
         else:
-            products = [way.weight_gradient(part, whole) for part in parts]
+            products = [way.weight_gradient(part, whole) if whole else NOTHING for part in parts]
         products += [update.of_b(gradient, inner, number) for number in range(len(b))]
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
@@ -158,8 +162,10 @@ class _RowParallel(torch.autograd.Function):
             kept = products.keep(input)
         elif update is not None:
             kept = (input,)
+        elif not weights[0].requires_grad:
+            kept = ()
         if unread:
-            ctx.save_for_backward(*inner, *(kept or products.keep(input)))
+            ctx.save_for_backward(*inner, *(products.keep(input) if kept is None else kept))
             if update is not None:
                 inner[0].mul_(update.scale)
             sequence = len(input) // group.size if sequence_parallel else len(input)
@@ -171,7 +177,7 @@ class _RowParallel(torch.autograd.Function):
             term, of_product = products.forward(input, multiplied[0], ALONE)
         else:
             term, of_product = input.new_zeros(*input.shape[:-1], width), (input,)
-        ctx.save_for_backward(*inner, *(kept or of_product))
+        ctx.save_for_backward(*inner, *(of_product if kept is None else kept))
         if update is not None:
             update.add(as_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
@@ -212,7 +218,7 @@ class _RowParallel(torch.autograd.Function):
             split, over = gradients[0], ctx.group
             products = [LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))]
         else:
-            products = [way.weight_gradient(gradient_matrix, kept)]
+            products = [way.weight_gradient(gradient_matrix, kept) if kept else NOTHING]
         weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
         return input_gradient.view(ctx.shape), *[None] * 6, *weight_gradients
 
