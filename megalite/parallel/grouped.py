@@ -140,7 +140,8 @@ def activated_grouped_linear(
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    keeps_codes = products.stores_activations and not keeps_values and torch.is_grad_enabled()
+    keeper = products if keeps_codes else PLAIN
     found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 

@@ -403,6 +403,9 @@ class RowParallelLinear(Adaptable):
                 adapters.
         """
 
+        if activation is not None and not torch.is_grad_enabled():
+            input, activation = activation(input), None  # nothing is kept of what it is of
+
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(
                 input, self.group, self.sequence_parallel, unread, activation, self.products, update, *weights

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.moe import Experts
 from megalite.optim.buckets import DataParallel, make_buckets
@@ -22,9 +23,12 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.products import Rounding, Roundings, kept_codes
+from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite_kernels import tiles
 from megalite_kernels.recipes import recipe
 from tests.harness.close import assert_bits_equal
+from tests.harness.stages import loss_of
 
 MODEL = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=2, max_position_embeddings=4, vocab_size=8)
 EACH = Rounding(recipe("mxfp8"))
@@ -99,6 +103,22 @@ def test_a_product_with_a_frozen_weight_keeps_nothing(rounding: Rounding | None)
             gradients += torch.autograd.grad(output.sum(), input)
         assert_bits_equal(*gradients)
         assert kept[0] > 0 == kept[1]
+
+
+@pytest.mark.parametrize("experts", [None, 2])
+def test_evaluation_rounds_no_input_of_an_activation(experts: int | None) -> None:
+    """The bits are those with a backward, which keeps codes of it."""
+    model = replace(MODEL, num_layers=1, num_experts=experts, add_bias_linear=experts is None)
+    stage = network(model, Roundings((replace(EACH, stores_activations=True),)))
+    ones, found = torch.ones(1, 4, dtype=torch.int64), []
+    batch = MicroBatch(ones, ones, None, ones, torch.ones(1, 4), RandomKey(1, (2,)))
+    for trains in (True, False):
+        made = mock.patch.object(tiles, "quantize_reference", wraps=tiles.quantize_reference)
+        with torch.set_grad_enabled(trains), made as called:
+            found.append((loss_of(stage.eval(), batch), called.call_count))
+    (one, more), (other, fewer) = found
+    assert_bits_equal(one.detach(), other)
+    assert more == fewer + 1
 
 
 def run_and_saved(run: Callable[[Tensor], Tensor], input: Tensor) -> tuple[Tensor, list[Tensor]]:
