@@ -18,7 +18,6 @@ from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.training.builder import roundings
 from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
-from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
 
 FP8, FP4 = "--fp8-format e4m3 ", "--fp4-format e2m1 "
