@@ -36,7 +36,6 @@ UNIT = 16  # widths of torch's products are multiples of it
 SCALES_AT_ONCE = 4  # of a column of scales, of which cuBLAS reads 16 bytes at once
 
 
-@cache
 def refusal(recipe: Recipe, device: torch.device) -> str | None:
     """Return why products of this recipe do not run on this device, in one line, or None if they do."""
     if not on_gpu(device):
@@ -98,20 +97,17 @@ def _is_emulated(a: Tiles, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Tell whether the product is emulated. Raises ValueError if it is not, and the device has none."""
     if dtype == torch.float64 or current().choice == "reference":
         return True
-    if on_gpu(a.codes):
-        if problem := refusal(recipe, a.codes.device):
-            raise ValueError(problem)
-        return False
-    return not (recipe.in_squares and current().runs_triton("scaled_products", a.codes))
+    if problem := refusal(recipe, a.codes.device):  # of a GPU
+        raise ValueError(problem)
+    return not (on_gpu(a.codes) or (recipe.in_squares and current().runs_triton("scaled_products", a.codes)))
 
 
 def _takes_scaled_mm(a: Tiles, b: Tiles, recipe: Recipe) -> bool:
     """Tell whether torch has the product: of rows and squares of whole blocks, on Hopper. Plans are of such GPUs."""
     device = b.codes.device
-    if not isinstance(b, Squares) or any(width % recipe.block for width in b.codes.shape):
-        return False
     on_hopper = device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))
-    return on_hopper and len(a.codes) % SCALES_AT_ONCE == 0
+    whole = isinstance(b, Squares) and not any(width % recipe.block for width in b.codes.shape)
+    return on_hopper and whole and len(a.codes) % SCALES_AT_ONCE == 0
 
 
 @cache
@@ -167,16 +163,14 @@ def product_reference(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) ->
     for start in range(0, len(output), size):
         found = _sums(_factors(rows_of(a, start, start + size), recipe), second, recipe)
         if a.outer is not None and b.outer is not None:
-            found *= a.outer[start : start + size, None].double()
-            found *= b.outer.double()
+            found.mul_(a.outer[start : start + size, None].double()).mul_(b.outer.double())
         output[start : start + size] = found if dtype == torch.float64 else found.float()
     return output
 
 
 def _factors(tiles: Tiles, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """Return factors of exact sums [rows, columns] in float64, and the scales of each block, [rows or 1, blocks]."""
-    codes = values_of(tiles.codes, torch.float64)
-    scales = tiles.scales_of_rows(recipe.block).double()
+    codes, scales = values_of(tiles.codes, torch.float64), tiles.scales_of_rows(recipe.block).double()
     if recipe.scaling == "two levels":
         return codes.mul_(scales.repeat_interleave(recipe.block, 1)[:, : codes.shape[1]]), None
     return codes, scales.view(-1, max(scales.shape[-1] if scales.dim() else 1, 1))

@@ -248,6 +248,11 @@ def _empty_codes(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=like.device)
 
 
+def _width(columns: int, block: int) -> int:
+    """Return the width of rows for a kernel. Rows of whole blocks are taken for rows of one: one kernel is for all."""
+    return columns if columns % block else block
+
+
 def _parts_of_tensor(values: Tensor) -> tuple[int, int, int, int]:
     """Return the programs, at least one, the elements that share a mask bit, those of a program, and its warps."""
     shape = tile(TILE, largest=TILE)
@@ -286,8 +291,9 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     small = torch.uint8 if kept.itemsize == 1 else kept
     scales = torch.empty(rows, -(-columns // block), dtype=small, device=values.device)
     if blocks:
+        width = _width(columns, block) if outer is None else columns
         _quantize_blocks[(-(-blocks // shape.rows),)](
-            *(values, values if outer is None else outer, codes, scales, blocks, columns, mantissa, lowest, code),
+            *(values, values if outer is None else outer, codes, scales, blocks, width, mantissa, lowest, code),
             *(math.frexp(code)[1] - 1, GREATEST, LEAST_INNER, LARGEST_INNER, number, shape.rows, block),
             num_warps=shape.warps,
         )
@@ -302,7 +308,7 @@ def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tenso
     blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
     if values.numel():
         _dequantize_blocks[(-(-blocks // shape.rows),)](
-            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, columns),
+            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, _width(columns, block)),
             *(*TILE_FORMATS[codes.dtype][:2], not recipe.block, shape.rows, block),
             num_warps=shape.warps,
         )

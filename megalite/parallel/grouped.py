@@ -33,7 +33,7 @@ class _GroupedLinear(torch.autograd.Function):
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
         output, kept = products.of_groups(input, weight, *groups)
-        ctx.save_for_backward(*kept.tensors)
+        ctx.save_for_backward(*(kept.tensors if weight.requires_grad else ()))
         return output
 
     @staticmethod
@@ -138,7 +138,8 @@ def activated_grouped_linear(
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    keeps_codes = products.stores_activations and not keeps_values and torch.is_grad_enabled()
+    keeper = products if keeps_codes else PLAIN
     found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 

@@ -59,13 +59,17 @@ class _ColumnParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Parameter,
     ) -> Tensor:
-        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x."""
+        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x.
+
+        If the weights are frozen, and have no update, nothing reads the input again.
+        """
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b, ctx.products = weights, (), products
+        keeps = update is not None or any(weight.requires_grad for weight in weights)
         if update is None and len(weights) == 1:
             output, kept = products.forward(input, weights[0], group if sequence_parallel else ALONE)
-            ctx.save_for_backward(*kept.tensors)
+            ctx.save_for_backward(*(kept.tensors if keeps else ()))
             return output
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if update is not None:
@@ -82,7 +86,7 @@ class _ColumnParallel(torch.autograd.Function):
         inner = [] if update is None else [torch.mm(as_matrix(whole), ctx.weights[-1].t())]
         if update is not None:
             update.add(as_matrix(output), inner[0], ctx.b)
-        ctx.save_for_backward(input, *inner)
+        ctx.save_for_backward(*((input,) if keeps else ()), *inner)
         return output
 
     @staticmethod
@@ -156,6 +160,8 @@ class _RowParallel(torch.autograd.Function):
             kept = products.keep(input)
         elif update is not None:
             kept = KeptInput((input,))
+        elif not weights[0].requires_grad:
+            kept = KeptInput(())
         if unread:
             ctx.save_for_backward(*(kept or products.keep(input)).tensors, *inner)
             if update is not None:
@@ -390,6 +396,9 @@ class RowParallelLinear(Adaptable):
             activation: map the input by it first, and again in backward, of what the products keep of it. Without
                 adapters.
         """
+
+        if activation is not None and not torch.is_grad_enabled():
+            input, activation = activation(input), None  # nothing is kept of what it is of
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(

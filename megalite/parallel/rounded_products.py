@@ -151,8 +151,8 @@ class RoundedProducts(Products):
         return KeptCodes(self._rounded(as_matrix(values)), self.rounding)
 
     def restored(self, tensors: tuple[Any, ...]) -> KeptInput:
-        """See `Products`."""
-        return KeptCodes(Tiles(*tensors), self.rounding)
+        """See `Products`. Of a frozen weight, nothing is saved."""
+        return KeptCodes(Tiles(*tensors), self.rounding) if tensors else super().restored(tensors)
 
     def bound(self, gradient: Tensor) -> Tensor | None:
         """See `Products`. If a tensor has one scale, ranks agree on it here."""

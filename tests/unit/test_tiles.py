@@ -286,6 +286,15 @@ def test_names_and_devices_are_refused_in_one_line() -> None:
     assert "no GPU" in str(refusal(RECIPES["nvfp4"], torch.device("cuda")))
 
 
+def test_what_a_plan_lacks_follows_the_device_that_it_is_of() -> None:
+    before, found = current(), []
+    for is_gpu in (False, True, False):
+        use(Kernels("auto", meta_is_gpu=is_gpu))
+        found.append(refusal(RECIPES["nvfp4"], torch.device("meta")) is not None)
+    use(before)
+    assert found == [False, True, False]
+
+
 @pytest.fixture
 def _planned_gpu() -> Iterator[None]:
     """The meta device stands for a GPU, and torch checks shapes, dtypes and strides there as it does on one."""
@@ -380,18 +389,14 @@ def test_what_a_gpu_lacks_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None if cuda else "7.0")
-    refusal.cache_clear()
     found = refusal(RECIPES[name], torch.device("cuda", 0))
-    refusal.cache_clear()
     assert found == refused
 
 
 def test_blocks_need_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(scaled_products, "is_installed", lambda: False)
-    refusal.cache_clear()
     found = [refusal(RECIPES[name], torch.device("cuda", 0)) for name in ("tensorwise", "blockwise")]
-    refusal.cache_clear()
     assert found == [None, "blockwise needs Triton on a GPU, which is not installed: pip install triton"]
 
 
