@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -184,6 +185,21 @@ def _product_agrees(squares: Tensor) -> bool:
     return error.max().item() <= PRODUCT_TOLERANCE
 
 
+def _write(path: Path, data: bytes) -> None:
+    """Write a file that appears under its name complete, or not at all. Raises OSError, also if a device is there."""
+    if path.exists() and not path.is_file():
+        raise OSError(None, "it is no regular file")
+    temporary = path.parent / f"{path.name}.{os.getpid()}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the vectors, or compare a program with them, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -196,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         found = vectors()
         try:
-            Path(flags.write).write_bytes(save(found))
+            _write(Path(flags.write), save(found))
         except OSError as error:
             print(f"fp8_vectors: --write {flags.write}: cannot be written: {error.strerror}", file=sys.stderr)
             return EXIT_NOT_WRITTEN
