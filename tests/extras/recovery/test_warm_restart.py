@@ -84,6 +84,7 @@ def test_a_run_goes_on_after_the_death_of_a_rank(fault: Fault, tmp_path: Path) -
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
     """Nothing is on disk when the rank dies."""
     campaign = Campaign(tmp_path / "campaign", "tp")
