@@ -148,6 +148,7 @@ def test_a_dry_run_holds_and_sends_what_a_run_does(ranks: int, flags: str, rank_
         assert not misplaced
 
 
+@pytest.mark.wide
 def test_a_dry_run_in_bf16_adds_products() -> None:
     """Into gradients in fp32, for which the meta device of torch 2.11 and 2.12 has no working kernel."""
     pytest.importorskip("triton")  # without it, a dry run is that of a CPU
