@@ -210,6 +210,8 @@ class GPT(StageModule):
             return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
         if labels is not None and (own := micro_batch.token_loss) is not None:
+            if micro_batch.logit_loss is not None:
+                raise ValueError(f"a micro-batch with a loss of its own has no {micro_batch.logit_loss.name} beside it")
             losses, *entropies = self.head(hidden, labels.t(), plain=True, entropies=own.entropies)
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
