@@ -74,7 +74,7 @@ class GPT(StageModule):
         self.main_terms: tuple[LossTerm, ...] = (LM_LOSS,)
         """The first terms of the loss: others for a loss of one's own."""
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
-        self.context = context
+        self.context, self.roundings = context, roundings
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
         self.recomputed: Callable[..., tuple[Tensor, TermSums]] = functools.partial(

@@ -34,8 +34,11 @@ _LARGEST_LINE = 1 << 16
 
 def identity(reference: FrozenNetwork, mesh: ParallelMesh) -> str:
     """Return a text that two references have in common only if they are the same. Called by all ranks together."""
-    function = json.dumps(function_of(reference.config), sort_keys=True).encode()
-    return f"{fingerprint(reference.optimizer, mesh)} {zlib.crc32(function):08x}"
+    function = function_of(reference.config)
+    if any(recipes := [each and each.recipe.name for each in reference.roundings.of_layers]):
+        function = {**function, "recipes": recipes}
+    described = json.dumps(function, sort_keys=True).encode()
+    return f"{fingerprint(reference.optimizer, mesh)} {zlib.crc32(described):08x}"
 
 
 class ReferenceFile:

@@ -417,6 +417,32 @@ def test_scoring_that_ends_early_goes_on_where_it_was(base: Path, spawn: Spawn, 
     assert found == content
 
 
+IN_8_BITS: Mapping[str, tuple[int, str]] = {
+    "alone": (1, "--fp8-recipe mxfp8"),
+    "dp2-zero3": (2, "--fp8-recipe blockwise --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params"),
+}
+
+
+@pytest.mark.parametrize("layout", IN_8_BITS)
+def test_a_network_that_is_its_reference_has_margins_of_0_in_8_bits(
+    layout: str, base: Path, spawn: Spawn, tmp_path: Path
+) -> None:
+    ranks, given = IN_8_BITS[layout]
+    flags = (*words(given), "--fp8-format", "e4m3", "--eval-iters", 0)
+    own = ("--reference-model", base / "begun" / "iter_0000002")
+    finetuned(spawn, base, tmp_path / "live", *flags, *own, ranks=ranks)
+    first, *others = records(tmp_path / "live")
+    assert [first[f"rewards/{name}"] for name in RECORDED] == [0.0] * len(RECORDED)
+    assert all(line["rewards/margins"] for line in others)
+    kept = ("--reference-log-probabilities", tmp_path / "kept")
+    finetuned(spawn, base, tmp_path / "file", *flags, *own, *kept, ranks=ranks)
+    for line, expected in zip(records(tmp_path / "file"), (first, *others), strict=True):
+        assert line["rewards/margins"] == pytest.approx(expected["rewards/margins"], rel=1e-10, abs=1e-12)
+    data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
+    refused = ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *own, *kept], 1), None).stderr
+    assert "is of another model than --reference-model" in refused
+
+
 def test_a_pair_in_two_samples_counts_twice() -> None:
     """The end of an epoch and the beginning of the next can be in one micro-batch."""
     responses = np.array([[-1, 4, 4, 5], [4, -1, 5, -1]])
