@@ -13,6 +13,8 @@ def elastic_problems(config: RunConfig, chunks: int) -> Iterator[str]:
 
     `chunks`: number of stages of a pipeline rank.
     """
+    if not config.recovery.elastic:
+        return
     parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
     if parallel.data_parallel_shares is not None:
         yield "--elastic divides micro-batches itself, for each number of ranks: leave out --data-parallel-shares"

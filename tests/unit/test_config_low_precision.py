@@ -15,6 +15,7 @@ from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite.tasks.summary import precision_line
 from megalite.training.builder import roundings
 from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
@@ -27,7 +28,7 @@ EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
 REFUSED = {
     "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
     "--fp8-recipe mxfp8": "--fp8-recipe needs --fp8-format",
-    FP4 + "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
+    FP4 + "--fp8-wgrad": "--fp8-wgrad needs --fp8-format in place of --fp4-format",
     FP8 + "--num-layers-at-end-in-bf16 2": "--num-layers-at-end-in-bf16 needs --first-last-layers-bf16",
     FP8 + "--first-last-layers-bf16 --num-layers-at-end-in-bf16 3": "--first-last-layers-bf16 leaves none of",
     FP8 + FP4: "--fp8-format and --fp4-format are two ways to multiply: choose one",
@@ -94,10 +95,19 @@ def test_a_start_tells_what_is_not_rounded() -> None:
     assert "run along tokens" in note
     for layout, run in {"--cp 2": 16, "--tp 2 --sequence-parallel": 32, "--cp 2 --tp 4 --sequence-parallel": 8}.items():
         (note,) = low_precision_notes(config_of(f"{FP8}--fp8-wgrad --fp8-recipe mxfp8 --seq-length 64 {layout}"))
-        assert f"here {run}, times --micro-batch-size is a multiple of 32" in note
+        assert f" {run} consecutive tokens of a sample on a rank x --micro-batch-size 2 = {2 * run}, " in note
+        assert ("and is one, as on each layout" in note) == (2 * run % 32 == 0)
     assert not low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe tensorwise"))
     assert len(low_precision_notes(config_of(FP8 + "--fp8-recipe tensorwise --num-experts 2"))) == 2
     assert len(low_precision_notes(config_of(FP4 + "--num-experts 2"))) == 1
+
+
+def test_a_start_tells_what_is_rounded() -> None:
+    assert precision_line(config_of("--bf16")) == "bfloat16"
+    line = precision_line(config_of("--fp8-format hybrid --fp8-recipe tensorwise --bf16"))
+    assert line == "bfloat16, products in tensorwise hybrid (MFU: of bfloat16's peak)"
+    some = precision_line(config_of(f"{FP8}--fp8-wgrad --first-last-layers-bf16"))
+    assert "products in blockwise e4m3 in 2 of 4 layers, those of weight gradients, too" in some
 
 
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:

@@ -366,6 +366,7 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
     (tmp_path / "kept" / "reference_log_probabilities").write_bytes(content[:-1])
     assert "is damaged: remove it, and it is computed again" in refused(*kept)
     assert "is no model: give one checkpoint" in refused("--reference-model", base / "begun")
+    assert f"--reference-model {base / 'gone'} is no folder" in refused("--reference-model", base / "gone")
     missing = refused("--reference-log-probabilities", tmp_path / "none")
     assert "has no file reference_log_probabilities: give --reference-model" in missing
 
