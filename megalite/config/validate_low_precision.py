@@ -33,8 +33,9 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
     if config.training.fp16:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
-    if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
-        yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
+    if (parts := config.training.mlp_chunks_for_training) > 1 and (chosen.recipe == "tensorwise" or chosen.fp8_wgrad):
+        named = flag if chosen.recipe == "tensorwise" else "--fp8-wgrad"
+        yield f"{named} with --mlp-chunks-for-training {parts}: each part would have its own scales: drop one of them"
     if chosen.fp8_param_gather:
         yield from _gather_problems(config)
     tensor = parallel.tensor_model_parallel_size

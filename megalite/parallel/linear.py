@@ -392,11 +392,12 @@ class RowParallelLinear(Adaptable):
 
         Args:
             places: see `ColumnParallelLinear`.
-            unread: only backward is asked for. The output is then not computed, and has zeros in place of the product.
+            unread: only backward is asked for. The output is then not computed, and has zeros in place of the product,
+                but with DoRA, whose magnitudes have gradients of the product.
             activation: map the input by it first, and again in backward, of what the products keep of it. Without
                 adapters.
         """
-
+        unread = unread and (self.update is None or not self.magnitudes)
         if activation is not None and not torch.is_grad_enabled():
             input, activation = activation(input), None  # nothing is kept of what it is of
 

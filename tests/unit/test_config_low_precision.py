@@ -40,6 +40,8 @@ REFUSED = {
     FP8 + "--fp8-param-gather --use-dora --lora-rank 4": "--fp8-param-gather with --use-dora",
     FP8
     + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
+    FP8
+    + "--fp8-wgrad --mlp-chunks-for-training 3": "--fp8-wgrad with --mlp-chunks-for-training 3: each part would have",
 }
 OF_RANKS = {
     WIDE + FP4 + "--tp 2 --ffn-hidden-size 400": "--fp4-format e2m1 with --tensor-model-parallel-size 2: "

@@ -204,6 +204,20 @@ def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: Rank
             assert (gathered == 0) == (layout == "dp2-zero3")
 
 
+ROUNDED = {
+    "alone": Cell("llama", recipe="mxfp8", wide=2, plain_layers=(0,)),
+    "tp2-pp2": Cell("llama", recipe="tensorwise", wide=2, tied=False),
+    "dp2-zero3": Cell("llama", recipe="blockwise", wide=4, gathers_codes=True),
+}
+
+
+@pytest.mark.parametrize("layout", ROUNDED)
+def test_a_reference_rounds_as_the_network_does(layout: str, rank_pools: RankPools) -> None:
+    cell = replace(ROUNDED[layout], **LAYOUTS[layout])
+    for ((at_once, later, refreshed, _),) in on_ranks(rank_pools, cell.world_size, references, [cell]):
+        assert at_once == later == refreshed == 0.0
+
+
 def test_a_reference_takes_slices_of_the_host_after_its_last_forward_has_read_its_own() -> None:
     own, trained, copied = Mock(zero_stage=3, parameter_shard=torch.zeros(3)), Mock(), []
     trained.parameter_shard = torch.ones(3)
