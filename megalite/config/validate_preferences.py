@@ -31,6 +31,7 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
     names = "sft fim_data eod_mask_loss reset_position_ids reset_attention_mask loss_weights"
     others = [*given(data, names), *given(config.training, "label_smoothing z_loss_coeff moe_replay_routing")]
     others += [*given(config.parallel, "data_parallel_shares"), *given(config.recovery, "warm_restart elastic")]
+    others += given(config.distillation, "distill_from")
     for flag in others:
         yield f"{flag} does not go with --preference-data: leave it out"
     if config.logging.log_validation_ppl_to_tensorboard:

@@ -482,6 +482,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--eod-mask-loss is for token files: with --sft only answers have a loss",
         ),
         ("--chat-template a", "--chat-template needs --sft or --preference-data"),
+        (
+            "--data-path --preference-data a --reference-model b --distill-from c",
+            "--distill-from c does not go with --preference-data: leave it out",
+        ),
         ("--fim-rate 0.3", "--fim-rate needs --fim-data"),
         ("--fim-pad-token <pad>", "--fim-pad-token needs --fim-data"),
         ("--fim-data --fim-spm-rate 1.5", "--fim-spm-rate 1.5: must be from 0 to 1"),

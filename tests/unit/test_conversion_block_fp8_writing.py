@@ -25,8 +25,8 @@ from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, LOGITS
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.rounded_products import Rounding, Roundings
 from megalite.parallel.sharding import Box
 from megalite_kernels.recipes import recipe
 from megalite_kernels.tiles import quantize_weight
