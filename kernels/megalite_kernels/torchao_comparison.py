@@ -1,6 +1,6 @@
 """Comparison of codes, scales and products with those of an installed torchao, whose references run on a CPU.
 
-Compared are all vectors of `fp8_vectors.py`, but for values of tiles that torchao treats otherwise on purpose, as
+Compared are all vectors of `fp8_cases.py`, but for values of tiles that torchao treats otherwise on purpose, as
 docs/fp8_tables.md lists them. Products are of the same codes and scales, and as near as torchao's sums are.
 """
 
@@ -25,10 +25,10 @@ from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMod
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, nvfp4_quantize, per_tensor_amax_to_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
-from megalite_kernels.fp8_vectors import COLUMNS, VARIANTS, cases, numbers, quantized, quantized_weight
+from megalite_kernels.fp8_cases import COLUMNS, VARIANTS, cases, numbers, quantized, quantized_weight
 from megalite_kernels.recipes import Recipe
 from megalite_kernels.scaled_products import product
-from megalite_kernels.tile_scales import LEAST_OUTER, Tiles
+from megalite_kernels.tile_scales import LEAST_OUTER, Squares, Tiles
 from megalite_kernels.tiles import dequantize_reference
 
 E4M3 = torch.float8_e4m3fn
@@ -95,7 +95,7 @@ def _recipes() -> dict[str, Theirs]:
         "blockwise_hybrid": Theirs(_powers(torch.float8_e5m2, 1), _powers(E4M3, 128), _blockwise_product, IN_BF16),
         "blockwise_quotient": Theirs(
             lambda values: Tiles(*blockwise.torch_blockwise_scale_act_quant_lhs(values)),
-            lambda values: Tiles(*blockwise.torch_blockwise_scale_weight_quant(values)),
+            lambda values: Squares(*blockwise.torch_blockwise_scale_weight_quant(values)),
             _blockwise_product,
             IN_BF16_THROUGHOUT,
         ),
@@ -120,7 +120,7 @@ def _powers(format: torch.dtype, height: int) -> Callable[[Tensor], Tiles]:
         blocks = values.unflatten(1, (-1, 128)).unflatten(0, (-1, height))
         factors = amax_to_scale(blocks.abs().amax((1, 3)), format, round_scales_to_power_of_2=True)
         codes = to_fp8_saturated(blocks * factors[:, None, :, None], format)
-        return Tiles(codes.view(values.shape), 1.0 / factors)
+        return (Tiles if height == 1 else Squares)(codes.view(values.shape), 1.0 / factors)
 
     return quantize
 
@@ -192,7 +192,8 @@ def _same_tiles(values: Tensor, ours: Tiles, theirs: Tiles, by: Recipe, rules: T
     width = COLUMNS if by.scaling == "two levels" else by.block or values.numel()
     top = values.reshape(-1, width).abs().amax(1, keepdim=True).expand(-1, width).reshape(shape)
     codes = _bits(ours.codes) == _bits(theirs.codes)
-    scales = _to_values(_bits(ours.scales) == _bits(theirs.scales), by, shape)
+    scales = ours._replace(scales=_bits(ours.scales) == _bits(theirs.scales)).scales_of_rows(by.block)
+    scales = scales.repeat_interleave(by.block, 1) if by.block else scales
     if ours.outer is not None and theirs.outer is not None:
         scales = scales & (ours.outer == theirs.outer)[:, None]
     number, zero = top.isfinite() & (top >= rules.least), (top == 0.0) & rules.zeros
@@ -211,14 +212,6 @@ def _same_tiles(values: Tensor, ours: Tiles, theirs: Tiles, by: Recipe, rules: T
 
 def _bits(part: Tensor) -> Tensor:
     return part.contiguous().view(torch.uint8 if part.itemsize == 1 else torch.int32)
-
-
-def _to_values(scales: Tensor, by: Recipe, shape: torch.Size) -> Tensor:
-    """Return what there is of each scale for each of the values that it covers."""
-    if not by.block:
-        return scales.expand(shape)
-    wide = scales.repeat_interleave(by.block, 1)
-    return wide if len(wide) == shape[0] else wide.repeat_interleave(by.block, 0)
 
 
 def _near(a: Tiles, b: Tiles, theirs: Tensor, by: Recipe, tolerance: float) -> bool:

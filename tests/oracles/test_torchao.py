@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megalite_kernels import fp8_vectors
-from megalite_kernels.fp8_vectors import EXIT_DIFFERENT, VARIANTS
+from megalite_kernels.fp8_cases import VARIANTS
+from megalite_kernels.fp8_vectors import EXIT_DIFFERENT
 from megalite_kernels.tile_scales import Tiles
 
 pytestmark = pytest.mark.oracle

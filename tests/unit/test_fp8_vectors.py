@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalite_kernels import fp8_vectors
-from megalite_kernels.fp8_vectors import COLUMNS, VARIANTS, WEIGHT, cases, numbers, quantized, quantized_weight
+from megalite_kernels.fp8_cases import COLUMNS, VARIANTS, WEIGHT, cases, numbers, quantized, quantized_weight
 from megalite_kernels.tiles import quantize_reference
 from tests.harness.file_faults import FileFaults, fail_with
 
