@@ -20,14 +20,14 @@ _NAMES = ("manifest.json", ".metadata", "config.json", "adapter_config.json", "l
 
 def require_checkpoints(config: RunConfig) -> None:
     """Raise ConfigurationError if a run would find nothing where it begins, or in a folder of another model."""
-    _require_load(config.checkpoint)
+    require_load(config.checkpoint)
     if (teacher := config.distillation.distill_from) is not None:
         require_checkpoint(teacher, "--distill-from")
     if (reference := config.preferences.reference_model) is not None:
         require_checkpoint(reference, "--reference-model")
 
 
-def _require_load(settings: CheckpointConfig) -> None:
+def require_load(settings: CheckpointConfig) -> None:
     """Look into --load, unless that is the folder that the run saves to, or into the run that it branches from."""
     if settings.resume == "auto" and settings.save is not None and _may_have_checkpoint(settings.save):
         return

@@ -27,7 +27,7 @@ from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.products import UNROUNDED, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Roundings
 from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.parallel.stage_module import Inside, StageModule, inside_forward

@@ -98,8 +98,6 @@ LAYOUTS: dict[str, Row] = {
 OFTEN = [
     "tables, zb-h1, zero1, tp2-sp",
     "alone, gpt2, some",
-    "tp4-sp, shared groups, dora",
-    "zb-v, tp2-sp",
     "zero3, tp2-sp, dora, parts",
 ]
 

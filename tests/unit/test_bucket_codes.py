@@ -14,7 +14,7 @@ from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.parallel.products import Rounding, Roundings, kept_codes
+from megalite.parallel.rounded_products import Rounding, Roundings, kept_codes
 from megalite_kernels.recipes import recipe
 from megalite_kernels.weight_parts import Matrices
 

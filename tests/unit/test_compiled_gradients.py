@@ -24,6 +24,7 @@ from megalite.library.experts import _SumOverRanks
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear, _Gather, _OfSamples, _Split
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.recompute import Recompute
 from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.parallel import placement
 from megalite.parallel.adapter import Adaptable, add_adapters
@@ -48,7 +49,7 @@ from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.permutation import group_rows, permute, unpermute
 from megalite_kernels.rotary import rotary_embedding
-from tests.harness.close import assert_bits_equal
+from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.stages import loss_of
 
 ROOT = Path(__file__).parents[2]
@@ -299,6 +300,21 @@ def test_gradients_of_a_network_are_those_without_compilation(name: str, dtype: 
     for theirs, ours in zip(chain(*expected), chain(*found), strict=True):
         assert_bits_equal(ours, theirs, "the loss or a gradient")
     assert counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.wide
+def test_a_network_without_parts_is_not_run_with_what_one_with_parts_has_compiled() -> None:
+    torch.compiler.reset()
+    tokens = torch.arange(8).view(1, 8)
+    losses = []
+    for parts in (2, 1):
+        recompute = Recompute(mlp_parts=parts)
+        made = GPT(replace(MODEL, num_layers=1), ParallelMesh(), dtype=torch.float64, recompute=recompute)
+        initialize(made, 1)
+        compile_layers([made], "eager")
+        batch = MicroBatch(tokens, tokens, None, tokens, torch.ones(1, 8, dtype=torch.float64), RandomKey(1, (2,)))
+        losses.append(loss_of(made, batch).item())
+    assert_number_close(*losses, "loss")
 
 
 def test_every_autograd_function_is_here() -> None:

@@ -14,12 +14,11 @@ from megalite.config.validate_low_precision import low_precision_notes
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Rounding, Roundings
 from megalite.tasks.summary import precision_line
 from megalite.training.builder import roundings
 from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
-from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
 
 FP8, FP4 = "--fp8-format e4m3 ", "--fp4-format e2m1 "
@@ -114,7 +113,6 @@ def test_a_start_tells_what_is_rounded() -> None:
 
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
     gpu = torch.device("cuda:0")
-    refusal.cache_clear()
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.version.cuda", "12.9"),
@@ -130,12 +128,10 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
             require_recipe(config_of(flags + " --kernels reference"), gpu)
-    refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
         with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a GPU with fp8"):
             require_recipe(config_of(FP8), gpu)
-    refusal.cache_clear()
 
 
 def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:

@@ -27,7 +27,7 @@ from megalite.model.head import LossConfig
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import UNROUNDED, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Roundings
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
