@@ -5,8 +5,10 @@ scales are the same on every layout. Of a tensor with one scale, all ranks that 
 value; of a row with one, those that split it.
 
 A backward has the codes of the input, and not its values, whose memory is freed. The gradient of a weight is that of
-the product which the forward computed: of the output's gradient and of what these codes stand for. Only if asked are
-both rounded for it: their blocks run along tokens, which follow the layout.
+the product which the forward computed: of the output's gradient and of what these codes stand for. Where a backward
+computes an activation again (the second matrix of experts, and with stored activations that of dense layers), it is of
+what the activation returns there, unrounded. Only if asked are both rounded for it: their blocks run along tokens,
+which follow the layout.
 """
 
 from __future__ import annotations
