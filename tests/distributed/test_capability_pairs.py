@@ -153,7 +153,7 @@ NEEDS: dict[One, Row] = {
     ("weight gradients", "fp8-wgrad"): {"rounding": "mxfp8"},
     ("kept", "in 8 bits"): {"rounding": "mxfp8"},
 }
-"""What a capability is given with, where a row does not say."""
+"""Values that a capability is given with, where a row does not say."""
 PLAIN: Row = {factor: next(iter(values)) for factor, values in VALUES.items()}
 ONES: list[One] = [(factor, value) for factor, values in VALUES.items() for value in values if value != PLAIN[factor]]
 PAIRS = [(one, other) for one, other in combinations(ONES, 2) if one[0] != other[0]]
