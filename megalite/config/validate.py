@@ -13,6 +13,7 @@ from megalite.config.data import data_problems, tokenizer_problems
 from megalite.config.fields import needs, range_problems
 from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
+from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
@@ -287,8 +288,9 @@ def _parts_of_sequence(config: RunConfig, parts: int) -> Iterator[str]:
             f"{tokens}"
         )
     if not config.model.has_dense_layers:
+        why = "--num-experts" if config.model.hybrid_layer_pattern is None else PATTERN_FLAG
         yield (
-            f"--mlp-chunks-for-training {parts} changes nothing where no layer is dense: leave it out; "
+            f"--mlp-chunks-for-training {parts} changes nothing where no layer is dense ({why}): leave it out; "
             "--recompute-granularity selective --recompute-modules moe saves their memory"
         )
 

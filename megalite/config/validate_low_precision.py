@@ -81,7 +81,7 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
             f"sample on a rank x --micro-batch-size {samples} = {run * samples}, which should be a multiple of {block}"
             f", {same if run * samples % block == 0 else 'and is none: another layout has other numbers'}"
         )
-    elif not chosen.fp8_wgrad:
+    elif not chosen.fp8_wgrad and config.adapters.lora_rank is None:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(
             f"note: {chosen.flag}: weight gradients are products of rounded inputs and of gradients that are not, "

@@ -116,6 +116,7 @@ DROPOUT: dict[str, Row] = {
     "cp2-tp2-sp": {**DROPPED, "cp": 2, **SP, "micro_batch_size": 2},
     "latents": {**DROPPED, **SP, "latents": "narrow values"},
     "recurrent layers": {**DROPPED, **SP, "pattern": "MGKL*-"},
+    "depths": {**DROPPED, **SP, "depths": 2, "repeated": True},
 }
 
 
