@@ -138,7 +138,6 @@ class ParameterBucket:
         if set_values is None:
             place.copy_(parameter.detach())
         parameter.data = place
-        parameter.keeps_codes = not parameter.requires_grad  # until its value changes
         if set_values is not None:
             set_values(parameter)
 
@@ -171,28 +170,18 @@ class ParameterBucket:
             self._fetched = place, self._last_fetch
 
     def begin_uses(self) -> None:
-        """Take this rank's slice as unchanged until `end_uses`: its codes are made once, if it is on the device.
-
-        That of frozen parameters is unchanged until `release_slice`.
-        """
+        """Take this rank's slice as unchanged until `end_uses`: its codes are made once, if it is on the device."""
         if self.codes is not None and not self.slice_on_host:
-            if not self.layout.frozen:
-                self.codes.drop()
             self.codes.keep()
 
     def end_uses(self) -> None:
-        """Forget codes that updates change, and a slice that was fetched for a block that was not reached."""
+        """Forget codes, and a slice that was fetched for a block that was not reached: a gather makes them again."""
         self._fetched = None
-        if self.codes is not None and not self.layout.frozen:
+        if self.codes is not None:
             self.codes.drop()
 
     def release_slice(self) -> None:
-        """Wait until the values may change. A slice and codes that are of those before are not used."""
-        if self.codes is not None:
-            self.codes.drop()
-        elif self.layout.frozen:
-            for slot in self.slots:
-                slot.parameter.codes = None
+        """Wait until the slice on the host may change. One that was fetched before is not used."""
         if self._last_fetch is not None:
             self._last_fetch.release()
         self._fetched = self._last_fetch = None

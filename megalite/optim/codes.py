@@ -41,7 +41,7 @@ class BucketCodes:
 
     def keep(self) -> None:
         """Keep codes that are made from now on, until `drop`."""
-        self._keeps = True
+        self._keeps, self._own = True, None
 
     def drop(self) -> None:
         self._keeps, self._own = False, None

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.checkpoint.loading import _writable
 from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
+from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.rounded_products import Rounding, Roundings, kept_codes
@@ -21,24 +24,21 @@ from megalite_kernels.weight_parts import Matrices
 MODEL = ModelConfig(num_layers=3, hidden_size=64, num_attention_heads=2, max_position_embeddings=4, vocab_size=8)
 
 
-def made(
-    gathers_codes: bool, name: str = "blockwise", mesh: ParallelMesh | None = None, *, frozen: bool = False
-) -> tuple[GPT, list[ParameterBucket]]:
+def made(gathers_codes: bool, name: str = "blockwise", mesh: ParallelMesh | None = None) -> tuple[GPT, list[Bucket]]:
     """Return a network in bf16 whose middle layer is not rounded, and its buckets under ZeRO 3."""
     each, mesh = Rounding(recipe(name), gathers_codes=gathers_codes), mesh or UnconnectedMesh(world_size=2)
     network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16, roundings=Roundings((each, None, each)))
-    initialize(network.requires_grad_(not frozen), 1)
-    make = make_frozen_buckets if frozen else make_buckets
-    return network, [*make([network], mesh, DataParallel(torch.float32, zero_stage=3), blocks=[network.blocks()])]
+    initialize(network, 1)
+    return network, make_buckets([network], mesh, DataParallel(torch.float32, zero_stage=3), blocks=[network.blocks()])
 
 
-def gather(buckets: Sequence[ParameterBucket]) -> None:
+def gather(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         bucket.begin_parameter_gather()
         bucket.finish_parameter_gather()
 
 
-def free(buckets: Sequence[ParameterBucket]) -> None:
+def free(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         bucket.free_parameters()
 
@@ -104,23 +104,12 @@ def test_a_step_makes_codes_once_and_the_next_one_anew() -> None:
         assert scale_of() == 16 * first
 
 
-def test_codes_of_a_frozen_slice_are_made_once_until_a_load() -> None:
-    buckets = made(True, frozen=True)[1]
-    (bucket, *_) = (each for each in buckets if each.codes is not None)
-    weight = bucket.slots[0].parameter
-
-    def scale_of_a_step() -> float:
-        bucket.begin_uses()
-        gather([bucket])
-        scale: float = weight.codes.forward.scales.max().item()  # type: ignore[index]
-        free([bucket])
-        bucket.end_uses()
-        return scale
-
-    with mock.patch.object(Matrices, "codes", autospec=True, side_effect=Matrices.codes) as counted:
-        first = scale_of_a_step()
-        assert scale_of_a_step() == first
-        assert counted.call_count == len(bucket.slots)
-        bucket.release_slice()
-        bucket.parameter_shard.mul_(4)
-        assert scale_of_a_step() == 4 * first
+def test_a_load_gives_their_values_no_memory() -> None:
+    each = Rounding(recipe("blockwise"), gathers_codes=True)
+    network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16, roundings=Roundings((each,) * 3))
+    initialize(network, 1)
+    config, options = OptimizerConfig(lr=1e-3), DataParallel(torch.float32, zero_stage=3)
+    optimizer = make_optimizer([network], UnconnectedMesh(world_size=2), config, options, blocks=[network.blocks()])
+    with _writable(network, optimizer):
+        assert all(weight.isnan().all() for weight in coded(network))
+    assert {weight.untyped_storage().nbytes() for weight in coded(network)} == {2}

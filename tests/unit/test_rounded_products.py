@@ -15,7 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.moe import Experts
-from megalite.optim.buckets import DataParallel, make_buckets, make_frozen_buckets
+from megalite.optim.buckets import DataParallel, make_buckets
 from megalite.parallel import rounded_products
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.grouped import ExpertRows, grouped_linear
@@ -60,25 +60,6 @@ def test_codes_are_made_once_while_they_are_kept() -> None:
         with kept_codes([layer]):
             torch.testing.assert_close(layer(torch.ones(2, 1, 32)), 2 * before)
         assert made.call_count == 3
-
-
-def test_codes_of_frozen_weights_are_made_once_until_a_load() -> None:
-    stage = network().requires_grad_(False)
-    (bucket, *_) = make_frozen_buckets([stage], ParallelMesh(), DataParallel(torch.float32))
-    up = stage.layers[0].mlp.up  # type: ignore[union-attr]
-
-    def found() -> Tensor:
-        with kept_codes([stage]):
-            return up(torch.ones(2, 1, 32))  # type: ignore[no-any-return]
-
-    with mock.patch.object(rounded_products, "quantize_weight", wraps=rounded_products.quantize_weight) as made:
-        before = found()
-        assert torch.equal(found(), before)
-        assert made.call_count == 1
-        bucket.release_slice()
-        bucket.parameters.mul_(2)
-        torch.testing.assert_close(found(), 2 * before)
-        assert made.call_count == 2
 
 
 def test_zero_3_drops_codes_with_the_values() -> None:

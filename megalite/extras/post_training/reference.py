@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from megalite.model.head import LossConfig
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.rounded_products import UNROUNDED, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Roundings, kept_codes
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
@@ -87,6 +88,7 @@ class FrozenNetwork:
         self.engine = PipelineEngine(
             self.chunks, replace(stages, messages=messages), engine.rank, engine.links, engine.device
         )
+        self.engine.within = partial(kept_codes, self.chunks)
 
     def log_probabilities(
         self,
@@ -97,8 +99,6 @@ class FrozenNetwork:
         parts: bool = False,
     ) -> list[TokenOutputs]:
         """Return the network's outputs for each micro-batch, as the function `log_probabilities` does."""
-        for bucket in self.optimizer.frozen:
-            bucket.begin_uses()
         return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies, parts=parts)
 
 
@@ -129,8 +129,8 @@ class Reference(FrozenNetwork):
         """Take the current weights of the network that is trained. All ranks call it together."""
         self._trained.finish_parameter_gather()
         for own, trained in zip(self.optimizer.frozen, self._trained.buckets, strict=True):
-            own.release_slice()
             if own.zero_stage == 3:
+                own.release_slice()
                 own.parameter_shard.copy_(trained.parameter_shard)
             else:
                 own.parameters.copy_(trained.parameters)
