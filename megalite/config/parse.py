@@ -88,7 +88,11 @@ def parse_arguments(
             found, note = _settle(flag, values)
             rope_type = values[0] if flag == megatron_flags.ROPE_TYPE else rope_type
             if flag in megatron_flags.tables()["shorthands"]:
-                shorthands |= {name: (flag, value) for name, value in found.items()}
+                for name, value in found.items():
+                    former, before = shorthands.get(name, (flag, value))
+                    if before != value:
+                        notes.append(Note(f"--{former}", f"changes nothing, since --{flag} comes after it"))
+                    shorthands[name] = flag, value
             else:
                 fields |= found
             notes += [note] if note else []

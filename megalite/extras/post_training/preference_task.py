@@ -127,8 +127,9 @@ class PreferenceTask(GPTTask):
                 file.write(every, known, self.mesh, scored=scored)
             return every
 
-        for pairs in file.files.values():
-            dataset = pairs.dataset(range(len(pairs.pairs)), None)
+        with trainer.sections(START), raise_on_all_ranks(self.mesh, None):
+            datasets = [pairs.dataset(range(len(pairs.pairs)), None) for pairs in file.files.values()]
+        for dataset in datasets:
             with self._loader(dataset, None, whole=True) as loader:
                 for first in range(max(scored - before, 0), len(dataset), step):
                     with trainer.sections(_SCORING):

@@ -93,9 +93,9 @@ class ReferenceFile:
             line, _, body = read_small(self._path, largest=largest).partition(b"\n")
             told = parse_json(line)
             of, known, longest = told["pairs"], told["reference"], told["longest"]
-            is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
-            is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
             scored = told.get("scored")
+            is_whole = told["crc32"] == zlib.crc32(body, scored or 0) and len(body) == self.count * _VALUES.itemsize
+            is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
             is_whole = is_whole and (scored is None or (type(scored) is int and scored > 0))
             fits = longest >= self._longest if scored is None else longest == self._longest  # which makes the samples
         except FileNotFoundError:
@@ -125,6 +125,6 @@ class ReferenceFile:
             if mesh.rank == 0:
                 body = values.astype(_VALUES).tobytes()
                 told = {"pairs": self._of_data, "reference": reference, "longest": self._longest, "scored": scored}
-                line = json.dumps({**told, "crc32": zlib.crc32(body)}).encode()
+                line = json.dumps({**told, "crc32": zlib.crc32(body, scored or 0)}).encode()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._path, line + b"\n" + body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -414,6 +415,12 @@ def test_scoring_that_ends_early_goes_on_where_it_was(base: Path, spawn: Spawn, 
 
     batches, content = run("whole")
     parts = [run("parts", last=last, expected=None)[0] - 1 for last in (3, 4)]  # the first scores a file of 3 samples
+    path = tmp_path / "parts" / "reference_log_probabilities"
+    unfinished = path.read_bytes()
+    path.write_bytes(re.sub(rb'"scored": \d+', b'"scored": null', unfinished, count=1))
+    with pytest.raises(AssertionError, match="is damaged: remove it"):
+        run("parts")
+    path.write_bytes(unfinished)
     number, found = run("parts", "--seed", 8)  # which makes other samples for training
     assert sum(parts) + number == batches > 4
     assert found == content
@@ -476,6 +483,16 @@ def test_a_pair_in_two_samples_counts_twice() -> None:
         (("--data-path", "x", "--sft", "--preference-beta", 1), "--preference-beta needs --preference-data"),
         (("--preference-data", "x", "--reference-model", "y", "--dry-run"), "does not count the reference"),
         (("--preference-data", "x", "--reference-model", "y", "--data-path", "z"), "given in more than one way"),
+        (
+            (
+                "--preference-data",
+                "x",
+                "--reference-log-probabilities",
+                "y",
+                *words("--fp8-format e4m3 --fp8-recipe tensorwise"),
+            ),
+            "--fp8-recipe tensorwise with --reference-log-probabilities: a scale is that of a micro-batch",
+        ),
         (
             ("--preference-data", "x", "--reference-model", "y", "--preference-label-smoothing", 0.5),
             "--preference-label-smoothing 0.5 says that the rejected responses are the better ones",
