@@ -39,10 +39,8 @@ def vectors() -> dict[str, Tensor]:
             tiles = quantized(rows, by)
             found[f"{name}/{case}/values"] = rows
             found |= _named(f"{name}/{case}", tiles)
-            multiplied = product(tiles, weight, by, torch.float64)
-            found[f"{name}/{case}/product"] = multiplied.where(
-                ~multiplied.isnan(), torch.nan
-            )  # whose bits CPUs differ in
+            multiplied = product(tiles, weight, by, torch.float64)  # CPUs differ in the bits of NaN
+            found[f"{name}/{case}/product"] = multiplied.where(~multiplied.isnan(), torch.nan)
     return found
 
 
