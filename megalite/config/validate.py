@@ -11,7 +11,7 @@ from dataclasses import replace
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, tokenizer_problems
 from megalite.config.fields import needs, range_problems
-from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
+from megalite.config.idle_flags import why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
 from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
@@ -130,7 +130,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         sample_problems(config.logging, data.tokenizer_type, config.parallel, config.synchronization),
         reporting_problems(config.reporting, save),
         recovery_problems(config.recovery, config.checkpoint),
-        elastic_problems(config, stages_per_rank(config)),
+        elastic_problems(config),
         survivor_problems(config),
         corruption_problems(config, world_size),
         alarm_problems(config),
