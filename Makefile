@@ -1,15 +1,15 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make check    while one works: lint and the unit tests; ROOM=optim takes those of one room
 # make test     every capability and every invariant; docs/testing.md has the minutes that these may take
-# make test-all what CI runs: a twelfth of test-wide, test-slurm and mutants, another with each commit; WHOLE=1 takes all
+# make test-all what CI runs: a twentieth of test-wide and mutants, another with each commit; WHOLE=1 takes all
 # make test-extras  every test of what no step needs: planner, synchronization, translation, doctor, post-training
-# make test-wide  more layouts, cells and trials of what `make test` proves; TURN=2/12 takes the second of twelve
+# make test-wide  more layouts, cells and trials of what `make test` proves; TURN=2/20 takes the second of twenty
 # make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU;
 #               WIDEST= leaves out the widest, which `make test` has
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
 # make test-report  the report in a browser (chromium), and records in the services that read them; TURN=1/2 takes half
-# make mutants  that each of the planted faults fails a test; TURN=2/12 takes the second of twelve
+# make mutants  that each of the planted faults fails a test; TURN=2/20 takes the second of twenty
 # make oracles  environments of other Pythons and torches, kept for all clones; NAMES="oldest newest" makes some of them
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
@@ -57,10 +57,8 @@ PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 # The torch of the whole suite. pyproject.toml has the range, of which `make oracles` tries both ends.
 TORCH = torch==2.13.0
 COMMIT = $(shell git rev-parse HEAD)
-# Commits of main take turns, so that any twelve in a row run all of what takes turns.
-TURN_OF_COMMIT = $(shell expr $$(git rev-list --count --first-parent HEAD) % 12 + 1)/12
-OF_TURN = $(if $(WHOLE),,TURN=$(TURN_OF_COMMIT))
-OF_HALF = $(if $(WHOLE),,TURN=$(shell expr $$(git rev-list --count --first-parent HEAD) % 2 + 1)/2)
+# Commits of main take turns, so that any twenty in a row run all of what takes turns: one of so many shares.
+share = $(if $(WHOLE),,TURN=$(shell expr $$(git rev-list --count --first-parent HEAD) % $(1) + 1)/$(1))
 SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
 CHROMIUM = $(shell command -v chromium)
 PYTEST = .venv/bin/python -m pytest
@@ -109,10 +107,10 @@ test-bits: .venv/installed-test
 
 # The number before each stage is its budget in minutes on two cores.
 test-all:
-	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '5.5 test-extras' '5 test-wide $(OF_TURN)' \
-		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
-		'1.5 fuzz-layouts REPORT=1 COUNT=3 SEED=$(COMMIT)' \
-		$(if $(SLURM),'3 test-slurm $(OF_TURN)') $(if $(CHROMIUM),'1.5 test-report $(OF_HALF)') '0.5 train STEPS=20'
+	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '5.5 test-extras' '4.5 test-wide $(call share,20)' \
+		'2.5 test-bits WIDEST=' '3.5 mutants $(call share,20)' '3.5 oracles $(call share,12)' \
+		'1.5 fuzz REPORT=1 SEED=$(COMMIT)' '1.5 fuzz-layouts REPORT=1 COUNT=3 SEED=$(COMMIT)' \
+		$(if $(SLURM),'3 test-slurm $(call share,12)') $(if $(CHROMIUM),'1.5 test-report $(call share,2)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 	@$(if $(CHROMIUM),,echo "NOT RUN: test-report, which needs chromium (.ci/run installs it)")
 	@for program in mpirun.openmpi mpiexec.hydra; do command -v $$program >/dev/null || \

@@ -84,7 +84,7 @@ def different_numbers(device: str) -> dict[str, int]:
 
 
 def moved(tiles: Tiles, device: str) -> Tiles:
-    return Tiles(*(None if part is None else part.to(device) for part in tiles))
+    return type(tiles)(*(None if part is None else part.to(device) for part in tiles))
 
 
 def _magnitudes(tiles: Tiles) -> Tiles:

@@ -28,16 +28,14 @@ from torch import Tensor
 from megalite_kernels.implementation import current, is_installed, on_gpu
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tile_scales import Squares, Tiles
 from megalite_kernels.tiles import filled, values_of
 
 EXACT_COLUMNS = 1024  # of products of e2m1 codes and their e4m3 scales
 UNIT = 16  # widths of torch's products are multiples of it
-SCALES_OF_SQUARES = 4  # blocks of a column of scales: cuBLAS reads 16 bytes of them at once
-SCALES_OF_ROWS = 4  # rows of a column of scales, for the same reason
+SCALES_AT_ONCE = 4  # of a column of scales, of which cuBLAS reads 16 bytes at once
 
 
-@cache
 def refusal(recipe: Recipe, device: torch.device) -> str | None:
     """Return why products of this recipe do not run on this device, in one line, or None if they do."""
     if not on_gpu(device):
@@ -67,23 +65,8 @@ def product(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     if _is_emulated(a, recipe, dtype):
         return product_reference(a, b, recipe, dtype)
     if recipe.block and not _takes_scaled_mm(a, b, recipe):
-        from megalite_kernels.scaled_products_kernels import launch_product
-
-        return launch_product(a, b, None, recipe.block, dtype)
-    rows, outputs = len(a.codes), len(b.codes)
-    if outputs % UNIT:
-        raise ValueError(f"a {recipe.name} product has {outputs} outputs: a GPU's have multiples of {UNIT}")
-    if not rows:
-        return a.codes.new_empty(0, outputs, dtype=dtype)
-    kind = F.ScalingType
-    if not recipe.block:
-        scales = ((a.scales, kind.TensorWise), (b.scales, kind.TensorWise))
-    else:
-        missing = -b.scales.shape[1] % SCALES_OF_SQUARES
-        padded = F.pad(b.scales, (0, missing)) if missing else b.scales.contiguous()
-        scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
-    first, second = filled(a.codes, UNIT), filled(b.codes, UNIT)  # columns of a weight gradient are tokens
-    return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
+        return _by_triton(a, b, None, recipe, dtype)
+    return _by_torch(a, b, recipe, dtype)
 
 
 def grouped_product(
@@ -101,9 +84,7 @@ def grouped_product(
         ValueError: the device has no such product, see `refusal`.
     """
     if recipe.block and not _is_emulated(a, recipe, dtype):
-        from megalite_kernels.scaled_products_kernels import launch_product
-
-        return launch_product(a, b, ends, recipe.block, dtype)
+        return _by_triton(a, b, ends, recipe, dtype)
     groups = len(offsets) - 1
     output = a.codes.new_empty(len(a.codes), len(b.codes) // groups, dtype=dtype)
     for matrix, (start, stop) in zip(each_of(b, groups), pairwise(offsets), strict=True):
@@ -116,21 +97,17 @@ def _is_emulated(a: Tiles, recipe: Recipe, dtype: torch.dtype) -> bool:
     """Tell whether the product is emulated. Raises ValueError if it is not, and the device has none."""
     if dtype == torch.float64 or current().choice == "reference":
         return True
-    if on_gpu(a.codes):
-        if problem := refusal(recipe, a.codes.device):
-            raise ValueError(problem)
-        return False
-    return not (recipe.in_squares and current().runs_triton("scaled_products", a.codes))
+    if problem := refusal(recipe, a.codes.device):  # of a GPU
+        raise ValueError(problem)
+    return not (on_gpu(a.codes) or (recipe.in_squares and current().runs_triton("scaled_products", a.codes)))
 
 
 def _takes_scaled_mm(a: Tiles, b: Tiles, recipe: Recipe) -> bool:
     """Tell whether torch has the product: of rows and squares of whole blocks, on Hopper. Plans are of such GPUs."""
-    if any(width % recipe.block for width in b.codes.shape) or len(b.scales) == len(b.codes):
-        return False
-    if len(a.codes) % SCALES_OF_ROWS:
-        return False
     device = b.codes.device
-    return device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))
+    on_hopper = device.type == "meta" or (device.type == "cuda" and torch_multiplies_blocks(device))
+    whole = isinstance(b, Squares) and not any(width % recipe.block for width in b.codes.shape)
+    return on_hopper and whole and len(a.codes) % SCALES_AT_ONCE == 0
 
 
 @cache
@@ -140,17 +117,40 @@ def torch_multiplies_blocks(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
 
 
+def _by_torch(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """Multiply tiles with one scale, or rows and squares of whole blocks. Raises ValueError for some widths."""
+    rows, outputs = len(a.codes), len(b.codes)
+    if outputs % UNIT:
+        raise ValueError(f"a {recipe.name} product has {outputs} outputs: a GPU's have multiples of {UNIT}")
+    if not rows:
+        return a.codes.new_empty(0, outputs, dtype=dtype)
+    kind = F.ScalingType
+    if not recipe.block:
+        scales = ((a.scales, kind.TensorWise), (b.scales, kind.TensorWise))
+    else:
+        missing = -b.scales.shape[1] % SCALES_AT_ONCE
+        padded = F.pad(b.scales, (0, missing)) if missing else b.scales.contiguous()
+        scales = ((a.scales.t().contiguous().t(), kind.BlockWise1x128), (padded.t(), kind.BlockWise128x128))
+    first, second = filled(a.codes, UNIT), filled(b.codes, UNIT)  # columns of a weight gradient are tokens
+    return F.scaled_mm(first, second.t(), *scales[0], *scales[1], output_dtype=dtype)
+
+
+def _by_triton(a: Tiles, b: Tiles, ends: Tensor | None, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    from megalite_kernels.scaled_products_kernels import launch_product
+
+    return launch_product(a, b, ends, recipe.block, dtype)
+
+
 def each_of(tiles: Tiles, number: int) -> Iterator[Tiles]:
     """Yield the tiles of each of so many matrices, one below the other."""
     parts = ([None] * number if part is None else part.unflatten(0, (number, -1)) for part in tiles)
-    return (Tiles(codes, scales, outer) for codes, scales, outer in zip(*parts, strict=True))
+    return (type(tiles)(*matrix) for matrix in zip(*parts, strict=True))
 
 
 def rows_of(tiles: Tiles, start: int, stop: int) -> Tiles:
     """Return the tiles of some rows of activations or gradients; a tensor's one scale stays."""
-    codes, scales, outer = tiles
-    of_rows = scales[start:stop] if scales.dim() else scales
-    return Tiles(codes[start:stop], of_rows, None if outer is None else outer[start:stop])
+    of_rows = tiles.scales[start:stop] if tiles.scales.dim() else tiles.scales
+    return Tiles(tiles.codes[start:stop], of_rows, None if tiles.outer is None else tiles.outer[start:stop])
 
 
 # ------------------------------------------------------------------------------------------------- the emulation
@@ -163,20 +163,16 @@ def product_reference(a: Tiles, b: Tiles, recipe: Recipe, dtype: torch.dtype) ->
     for start in range(0, len(output), size):
         found = _sums(_factors(rows_of(a, start, start + size), recipe), second, recipe)
         if a.outer is not None and b.outer is not None:
-            found *= a.outer[start : start + size, None].double()
-            found *= b.outer.double()
+            found.mul_(a.outer[start : start + size, None].double()).mul_(b.outer.double())
         output[start : start + size] = found if dtype == torch.float64 else found.float()
     return output
 
 
 def _factors(tiles: Tiles, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     """Return factors of exact sums [rows, columns] in float64, and the scales of each block, [rows or 1, blocks]."""
-    codes = values_of(tiles.codes, torch.float64)
-    scales, rows, columns = tiles.scales.double(), *codes.shape
+    codes, scales = values_of(tiles.codes, torch.float64), tiles.scales_of_rows(recipe.block).double()
     if recipe.scaling == "two levels":
-        return codes.mul_(scales.repeat_interleave(recipe.block, 1)[:, :columns]), None
-    if recipe.block and len(scales) != rows:
-        scales = scales.repeat_interleave(recipe.block, 0)[:rows]
+        return codes.mul_(scales.repeat_interleave(recipe.block, 1)[:, : codes.shape[1]]), None
     return codes, scales.view(-1, max(scales.shape[-1] if scales.dim() else 1, 1))
 
 

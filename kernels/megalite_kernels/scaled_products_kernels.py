@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite_kernels.grouped_kernels import NEIGHBOURS, SIDE, WARPS, numbers, side, tile_of_groups
 from megalite_kernels.launch import UNIT
-from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tile_scales import Squares, Tiles
 from megalite_kernels.tiles import filled
 
 STAGES = 3  # of 32 KiB: with more, they do not fit into the shared memory of compute capability 8.9
@@ -91,13 +91,13 @@ def launch_product(a: Tiles, b: Tiles, ends: Tensor | None, block: int, dtype: t
     """Multiply rows [rows, columns] with the matrix [outputs, columns] of their group: [rows, outputs].
 
     Args:
-        b: the matrices of all groups, one below the other, with scales of rows or of squares.
+        b: the matrices of all groups, one below the other.
         ends: int32 [groups], on the device: group i ends before row ends[i]. None: there is one group.
         block: columns that share a scale.
     """
     count, groups = len(a.codes), 1 if ends is None else len(ends)
     outputs = len(b.codes) // groups
-    squares, scales = (False, b.scales.t()) if len(b.scales) == len(b.codes) else (True, b.scales)
+    squares, scales = (True, b.scales) if isinstance(b, Squares) else (False, b.scales.t())
     output = torch.empty(count, outputs, dtype=dtype, device=a.codes.device)
     if output.numel():
         codes, matrices = (filled(part.codes, UNIT) for part in (a, b))  # rows of whole accesses; blocks stay as many

@@ -20,6 +20,11 @@ def _rows(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tens
     return [torch.randn(tokens, width, dtype=dtype, device=device)]
 
 
+def _along_tokens(rows: int, block: int, tokens: int, device: str) -> list[Tensor]:
+    """Make the transposed gradient of an output, of whole blocks of tokens."""
+    return [torch.randn(rows, tokens * block, dtype=torch.bfloat16, device=device)]
+
+
 def _there_and_back(values: Tensor, *, by: Recipe, format: torch.dtype) -> Tensor:
     return dequantize(quantize(values, by, format), by, values.dtype)
 
@@ -61,6 +66,10 @@ def tile_cases() -> Iterator[Case]:
         title = f"quantize {name} 4096 {dtype_names(dtype, format)}"
         yield Case("tiles", title, 4096, partial(_rows, 4096, dtype), run, traffic=partial(_traffic, 1), timed=alone)
     by = recipe("blockwise")
+    inputs, run = partial(_along_tokens, 32, by.block), partial(_there_and_back, by=by, format=by.backward)
+    alone = partial(_alone, by=by, format=by.backward)
+    title, traffic = "quantize blockwise along tokens", partial(_traffic, 1)
+    yield Case("tiles", title, 32 * by.block, inputs, run, traffic=traffic, timed=alone)
     for dtype in (torch.bfloat16, torch.float32):
         of_weight, of_weight_alone = partial(_weight_there_and_back, by=by), partial(_weight_alone, by=by)
         title = f"quantize_weight blockwise 4096 {dtype_names(dtype, by.forward)}"

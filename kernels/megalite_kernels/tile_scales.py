@@ -19,17 +19,29 @@ GREATEST = torch.finfo(torch.float32).max
 
 
 class Tiles(NamedTuple):
-    """One operand of a product whose contraction runs along the columns.
+    """One operand of a product whose contraction runs along the columns. A scale is for a part of a row, or for all.
 
     Attributes:
         codes: [rows, columns], of the format's dtype; of e2m1, uint8 with one code each.
-        scales: a scalar (tensorwise), [rows, blocks], or for squares of a weight [blocks of rows, blocks].
+        scales: a scalar (tensorwise), or [rows, blocks].
         outer: fp32 [rows]; None with one level of scales.
     """
 
     codes: Tensor
     scales: Tensor
     outer: Tensor | None = None
+
+    def scales_of_rows(self, block: int) -> Tensor:
+        """Return the scales of each row, [rows, blocks], or the only one."""
+        return self.scales
+
+
+class Squares(Tiles):
+    """Tiles of a weight, whose scales, [blocks of rows, blocks], are for as many rows as columns."""
+
+    def scales_of_rows(self, block: int) -> Tensor:
+        """See `Tiles`."""
+        return self.scales.repeat_interleave(block, 0)[: len(self.codes)]
 
 
 class WeightTiles(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.implementation import current, on_gpu
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tile_scales import Tiles, WeightTiles, inner_scales, outer_scales, scales_of
+from megalite_kernels.tile_scales import Squares, Tiles, WeightTiles, inner_scales, outer_scales, scales_of
 
 
 def largest(values: Tensor, recipe: Recipe) -> Tensor | None:
@@ -74,17 +74,13 @@ def quantize_reference(values: Tensor, recipe: Recipe, format: torch.dtype, top:
         return Tiles(round_to_codes(narrow * factor, format), scale)
     blocks = F.pad(narrow, (0, -narrow.shape[1] % recipe.block)).unflatten(1, (-1, recipe.block))
     tops = _tops(blocks, (-1,))
-    if recipe.scaling == "two levels":
-        outer = outer_scales(_given(top), code)
-        scale, factor = inner_scales(tops, outer, code)
-    else:
-        outer = None
-        scale, factor = scales_of(tops, recipe, code)
+    outer = outer_scales(_given(top), code) if recipe.scaling == "two levels" else None
+    scale, factor = scales_of(tops, recipe, code) if outer is None else inner_scales(tops, outer, code)
     codes = round_to_codes(blocks * factor[..., None], format).flatten(1)[:, : values.shape[1]]
     return Tiles(codes.contiguous(), _stored(scale, recipe), outer)
 
 
-def quantize_squares_reference(values: Tensor, recipe: Recipe, matrices: int = 1) -> Tiles:
+def quantize_squares_reference(values: Tensor, recipe: Recipe, matrices: int = 1) -> Squares:
     """Quantize matrices [out, in], one below the other, with one scale for each square of the block's size."""
     of_each, block = values.to(torch.float32).unflatten(0, (matrices, -1)), recipe.block
     rows, columns = of_each.shape[1:]
@@ -92,7 +88,7 @@ def quantize_squares_reference(values: Tensor, recipe: Recipe, matrices: int = 1
     squares = padded.unflatten(2, (-1, block)).unflatten(1, (-1, block))
     scale, factor = scales_of(_tops(squares, (2, 4)), recipe, TILE_FORMATS[recipe.forward].largest)
     codes = round_to_codes(squares * factor[:, :, None, :, None], recipe.forward).view(padded.shape)
-    return Tiles(codes[:, :rows, :columns].flatten(0, 1).contiguous(), scale.flatten(0, 1))
+    return Squares(codes[:, :rows, :columns].flatten(0, 1).contiguous(), scale.flatten(0, 1))
 
 
 def _tops(blocks: Tensor, dimensions: tuple[int, ...]) -> Tensor:
@@ -159,7 +155,7 @@ def quantize_weight(
     from megalite_kernels.tiles_kernels import launch_quantize_squares
 
     forward, codes = launch_quantize_squares(values, recipe, matrices)
-    return WeightTiles(forward, Tiles(codes, transposed(forward.scales, matrices)))
+    return WeightTiles(forward, Squares(codes, transposed(forward.scales, matrices)))
 
 
 def for_both(forward: Tiles, matrices: int = 1) -> WeightTiles:
@@ -167,7 +163,7 @@ def for_both(forward: Tiles, matrices: int = 1) -> WeightTiles:
     codes = transposed(forward.codes, matrices)
     codes = codes.contiguous() if on_gpu(codes) else codes
     scales = transposed(forward.scales, matrices) if forward.scales.dim() else forward.scales
-    return WeightTiles(forward, Tiles(codes, scales))
+    return WeightTiles(forward, forward._replace(codes=codes, scales=scales))
 
 
 def transposed(stacked: Tensor, matrices: int) -> Tensor:
@@ -183,9 +179,8 @@ def filled(codes: Tensor, unit: int) -> Tensor:
 
 def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """Return the values of tiles [rows, columns]: computed in fp32, or in fp64 if that is asked for."""
-    of_rows = tiles.scales.dim() == 0 or len(tiles.scales) == len(tiles.codes)
     in_fp32 = tiles.scales.dtype == torch.float32 and dtype != torch.float64
-    if of_rows and in_fp32 and current().runs_triton("tiles", tiles.codes):
+    if in_fp32 and not isinstance(tiles, Squares) and current().runs_triton("tiles", tiles.codes):
         from megalite_kernels.tiles_kernels import launch_dequantize
 
         return launch_dequantize(tiles, recipe, dtype)
@@ -194,11 +189,8 @@ def dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
 
 def dequantize_reference(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rows, columns = tiles.codes.shape
-    found, scale = values_of(tiles.codes, wide), tiles.scales.to(wide)
+    scale = tiles.scales_of_rows(recipe.block).to(wide)
     if recipe.block:
-        scale = scale.repeat_interleave(recipe.block, 1)[:, :columns]
-        if len(scale) != rows:
-            scale = scale.repeat_interleave(recipe.block, 0)[:rows]
-    found = found * scale
+        scale = scale.repeat_interleave(recipe.block, 1)[:, : tiles.codes.shape[1]]
+    found = values_of(tiles.codes, wide) * scale
     return (found if tiles.outer is None else found * tiles.outer.to(wide)[:, None]).to(dtype)

@@ -13,7 +13,7 @@ from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.quantization_kernels import dequantized
 from megalite_kernels.recipes import Recipe, Scaling
-from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Tiles, outer_scales
+from megalite_kernels.tile_scales import GREATEST, LARGEST_INNER, LEAST_INNER, Squares, Tiles, outer_scales
 
 TILE = 2048  # elements of a program
 BLOCK_OF_ONE_SCALE = 128  # elements of a row that a program has together
@@ -248,6 +248,11 @@ def _empty_codes(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=like.device)
 
 
+def _width(columns: int, block: int) -> int:
+    """Return the width of rows for a kernel. Rows of whole blocks are taken for rows of one: one kernel is for all."""
+    return columns if columns % block else block
+
+
 def _parts_of_tensor(values: Tensor) -> tuple[int, int, int, int]:
     """Return the programs, at least one, the elements that share a mask bit, those of a program, and its warps."""
     shape = tile(TILE, largest=TILE)
@@ -286,8 +291,9 @@ def launch_quantize(values: Tensor, recipe: Recipe, format: torch.dtype, top: Te
     small = torch.uint8 if kept.itemsize == 1 else kept
     scales = torch.empty(rows, -(-columns // block), dtype=small, device=values.device)
     if blocks:
+        width = _width(columns, block) if outer is None else columns
         _quantize_blocks[(-(-blocks // shape.rows),)](
-            *(values, values if outer is None else outer, codes, scales, blocks, columns, mantissa, lowest, code),
+            *(values, values if outer is None else outer, codes, scales, blocks, width, mantissa, lowest, code),
             *(math.frexp(code)[1] - 1, GREATEST, LEAST_INNER, LARGEST_INNER, number, shape.rows, block),
             num_warps=shape.warps,
         )
@@ -302,14 +308,14 @@ def launch_dequantize(tiles: Tiles, recipe: Recipe, dtype: torch.dtype) -> Tenso
     blocks, shape = rows * -(-columns // block), tile(block, largest=TILE)
     if values.numel():
         _dequantize_blocks[(-(-blocks // shape.rows),)](
-            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, columns),
+            *(codes.view(torch.uint8), tiles.scales.contiguous(), values, blocks, _width(columns, block)),
             *(*TILE_FORMATS[codes.dtype][:2], not recipe.block, shape.rows, block),
             num_warps=shape.warps,
         )
     return values
 
 
-def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Tiles, Tensor]:
+def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tuple[Squares, Tensor]:
     """Return the tiles of matrices [matrices * out, in], and their codes [matrices * in, out]."""
     values = values.contiguous()
     rows, columns, block = len(values) // matrices, values.shape[1], recipe.block
@@ -325,4 +331,4 @@ def launch_quantize_squares(values: Tensor, recipe: Recipe, matrices: int) -> tu
             *(GREATEST, _SCALING[recipe.scaling][0], block, wide),
             num_warps=SQUARE_WARPS,
         )
-    return Tiles(codes.view(recipe.forward), scales), turned.view(recipe.forward)
+    return Squares(codes.view(recipe.forward), scales), turned.view(recipe.forward)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite_kernels.formats import TILE_FORMATS
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.tile_scales import Tiles, WeightTiles, scales_of
+from megalite_kernels.tile_scales import Squares, Tiles, WeightTiles, scales_of
 from megalite_kernels.tiles import for_both, round_to_codes
 
 
@@ -69,8 +69,8 @@ class Matrices:
 
     def tiles(self, codes: Tensor, scales: Tensor) -> WeightTiles:
         """Return the operands that the matrices are, from the codes of all elements and the scales of all tiles."""
-        forward = Tiles(codes.view(-1, self.size[2]), scales if self.recipe.block else scales.view(()))
-        return for_both(forward, self.size[0])
+        rows = codes.view(-1, self.size[2])
+        return for_both(Squares(rows, scales) if self.recipe.block else Tiles(rows, scales.view(())), self.size[0])
 
     def _blocks(self, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Return the rows that elements are of, fp32 [rows, tiles, columns of a tile], and the row of tiles of each.

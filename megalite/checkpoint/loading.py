@@ -172,7 +172,8 @@ def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
     if optimizer is not None:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
-        parameter.allocate()
+        if optimizer is None or parameter.coded is None:  # one whose codes are gathered has values in slices alone
+            parameter.allocate()
     with optimizer.settable_for_load() if optimizer is not None else nullcontext():
         yield
     if optimizer is not None:

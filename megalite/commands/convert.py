@@ -120,11 +120,17 @@ def main() -> None:
     for note in (*opened.notes, *watched.notes()):
         say(note, to_error=True)
     if arguments.verify:
-        if arguments.quantize is not None:
-            from megalite.conversion.export import rounded_to_blocks
+        found = open_model(arguments.saver, Path(arguments.save_dir), arguments)
+        if arguments.quantize is None:
+            report(opened, found)
+            return
+        from megalite.conversion.export import rounded_to_blocks
+        from megalite.conversion.verification import farthest
 
-            opened = rounded_to_blocks(opened, target)
-        report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))
+        report(rounded_to_blocks(opened, target), found)
+        cost, name = farthest(opened.source, found.source)
+        apart = f"whose weights differ from the checkpoint's by {cost:.2%} of their norm at most, in {name}"
+        say(f"rounding: this compares with the model as it is rounded, {apart}")
 
 
 def check(arguments: Arguments) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.near_checkpoints import require_checkpoint, require_load
+from megalite.config.near_checkpoints import require_checkpoints
 from megalite.config.parse import parse_arguments
-from megalite.config.pipeline_layout import is_automatic
+from megalite.config.pipeline_layout import leaves_layout_open
 from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
@@ -51,22 +51,16 @@ def main(*, hybrid: bool = False, finetunes: bool = False) -> int:
     ranks = place.world_size if single is None else single.world_size
     if starts_warm:
         ranks = arguments.config.recovery.ranks_that_train(ranks, place.local_world_size)
-    if arguments.config.parallel.device_classes is not None:
-        arguments = replace(arguments, config=entry_point("with_device_classes")(arguments.config, ranks))
-    if is_automatic(arguments.config.parallel):
-        written, notes = entry_point("with_stages")(arguments.config, ranks)
+    if leaves_layout_open(arguments.config.parallel):
+        written, notes = entry_point("with_written_layout")(arguments.config, ranks)
         arguments = replace(arguments, config=written, notes=(*arguments.notes, *notes))
-    if arguments.config.parallel.device_classes is not None:
-        entry_point("require_valid_classes")(arguments.config, ranks)
     if single is not None:
         code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
     startup = Startup(place)
     config = resolve(arguments.config, ranks, place.local_world_size)
-    require_load(config.checkpoint)
+    require_checkpoints(config)
     place.require_servers(ranks - config.synchronization.workers(ranks))
-    if (teacher := config.distillation.distill_from) is not None:
-        require_checkpoint(teacher, "--distill-from")
     if starts_warm:
         return int(entry_point("run_warm")(config, place))
     startup.announce(config)
@@ -76,7 +70,7 @@ def main(*, hybrid: bool = False, finetunes: bool = False) -> int:
     from megalite.training.data import open_data
 
     data = open_data(config, place.local_rank)
-    if teacher is not None:
+    if config.distillation.distill_from is not None:
         entry_point("check_teacher")(config, data.tokenizer)
 
     from megalite.parallel.device import local_device

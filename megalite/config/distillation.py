@@ -62,6 +62,10 @@ def _layout(words: Sequence[str]) -> ParallelConfig:
     layout = ParallelConfig(**found)
     if problems := "; ".join(range_problems(layout)):
         raise ConfigurationError(f"{flag}: {problems}")
+    if layout.sequence_parallel and layout.tensor_model_parallel_size == 1:
+        raise ConfigurationError(
+            f"{flag}: sequence-parallel changes nothing with tp 1: leave it out, or give more ranks"
+        )
     return layout
 
 

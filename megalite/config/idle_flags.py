@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megalite.config.adapters import is_target
 from megalite.config.fields import changed, flag_of, given, with_defaults
 from megalite.config.kinds.attention import OF_ATTENTION
 from megalite.config.kinds.experts import WITHOUT_LOSS
@@ -55,6 +56,11 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.low_precision.recipe is None:
         names = "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield "low_precision", names, " without --fp8-format or --fp4-format"
+    if config.adapters.lora_rank is not None:
+        yield "low_precision", "fp8_wgrad", ", since --lora-rank trains none of the weights whose gradients it rounds"
+        if is_target("down", config.adapters.lora_target_modules):
+            since = ", since --lora-rank adapts the second matrices of all layers, whose inputs are kept as values"
+            yield "low_precision", "activation_func_fp8_input_store", since
     if not config.model.qk_layernorm:
         yield "model", "apply_wd_to_qk_layernorm", " without --qk-layernorm"
     if not config.model.qk_clip:

@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
+from megalite.config.run import RunConfig
 from megalite.errors import ConfigurationError
 
 _FOLDERS, _NAMED = 200, 4
@@ -17,10 +18,17 @@ _SECONDS = 2.0
 _NAMES = ("manifest.json", ".metadata", "config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
+def require_checkpoints(config: RunConfig) -> None:
+    """Raise ConfigurationError if a run would find nothing where it begins, or in a folder of another model."""
+    require_load(config.checkpoint)
+    if (teacher := config.distillation.distill_from) is not None:
+        require_checkpoint(teacher, "--distill-from")
+    if (reference := config.preferences.reference_model) is not None:
+        require_checkpoint(reference, "--reference-model")
+
+
 def require_load(settings: CheckpointConfig) -> None:
-    """Raise ConfigurationError if a run would find nothing in --load, unless that is the folder that it saves to, or
-    in the run that it branches from.
-    """
+    """Look into --load, unless that is the folder that the run saves to, or into the run that it branches from."""
     if settings.resume == "auto" and settings.save is not None and _may_have_checkpoint(settings.save):
         return
     if (branch := settings.branch) is not None:

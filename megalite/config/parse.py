@@ -71,7 +71,7 @@ def parse_arguments(
         show_run_help(topics)
     sections: Sections = {name: {} for name in section_types()}
     fields: dict[str, Any] = {}
-    shorthands: dict[str, Any] = {}
+    shorthands: dict[str, tuple[str, Any]] = {}  # the shorthand and the value, by field
     notes: list[Note] = []
     problems: list[str] = []
     given: set[str] = set()
@@ -87,12 +87,24 @@ def parse_arguments(
             given.add(megatron_flags.tables()["aliases"].get(flag, flag))
             found, note = _settle(flag, values)
             rope_type = values[0] if flag == megatron_flags.ROPE_TYPE else rope_type
-            (shorthands if flag in megatron_flags.tables()["shorthands"] else fields).update(found)
+            if flag in megatron_flags.tables()["shorthands"]:
+                for name, value in found.items():
+                    former, before = shorthands.get(name, (flag, value))
+                    if before != value:
+                        notes.append(Note(f"--{former}", f"changes nothing, since --{flag} comes after it"))
+                    shorthands[name] = flag, value
+            else:
+                fields |= found
             notes += [note] if note else []
         except ConfigurationError as error:
             problems.append(str(error))
     # Flags override YAML, wherever --config stands; a shorthand such as --recompute-activations decides in any order.
-    for name, value in (fields | shorthands).items():
+    for name, (flag, value) in shorthands.items():
+        if fields.get(name, value) != value:
+            positive = fields[name] is not False
+            notes.append(Note(flag_of(name if positive else f"no_{name}"), f"changes nothing, since --{flag} decides"))
+        fields[name] = value
+    for name, value in fields.items():
         sections[fields_by_name()[name].section][name] = value
     if (pattern := sections["model"].get("hybrid_layer_pattern")) is not None:
         sections["model"].setdefault("num_layers", max(count_of_pattern(pattern), 1))

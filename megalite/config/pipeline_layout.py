@@ -81,6 +81,11 @@ def is_automatic(parallel: ParallelConfig) -> bool:
     return layout is not None and layout.partition(":")[0] == AUTO
 
 
+def leaves_layout_open(parallel: ParallelConfig) -> bool:
+    """Tell whether a run's layout is to be written out before the run: its stages, or its classes of devices."""
+    return is_automatic(parallel) or parallel.device_classes is not None
+
+
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the number of stages per rank. Raises ConfigurationError if they cannot be divided evenly."""
     ranks = parallel.pipeline_model_parallel_size

@@ -10,25 +10,30 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, tokenizer_problems
-from megalite.config.fields import changed, needs, range_problems
-from megalite.config.idle_flags import stages_per_rank, why_no_attention, without_idle_flags
+from megalite.config.fields import needs, range_problems
+from megalite.config.idle_flags import why_no_attention, without_idle_flags
 from megalite.config.kinds.table import splits
+from megalite.config.layer_specs import PATTERN_FLAG
 from megalite.config.monitoring import logging_problems, profiling_problems, sample_problems
 from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems
-from megalite.config.preferences import PreferenceConfig
 from megalite.config.recovery import recovery_problems
 from megalite.config.reporting import reporting_problems
 from megalite.config.run import RunConfig, TaskConfig, section_types
-from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_adapters import adapter_problems
+from megalite.config.validate_alarms import alarm_problems
+from megalite.config.validate_bitwise import bitwise_problems
+from megalite.config.validate_corruption import corruption_problems
 from megalite.config.validate_distillation import distillation_problems
 from megalite.config.validate_division import division_problems, least_micro_batches
+from megalite.config.validate_elastic import elastic_problems
 from megalite.config.validate_evaluation import validation_problems
 from megalite.config.validate_experts import expert_run_problems
 from megalite.config.validate_logits import logit_problems
+from megalite.config.validate_low_precision import low_precision_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
@@ -39,7 +44,10 @@ from megalite.config.validate_model import (
 )
 from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_prediction import prediction_problems
+from megalite.config.validate_preferences import preference_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_survivors import survivor_problems
+from megalite.config.validate_synchronization import synchronization_problems, with_sites
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
@@ -59,8 +67,6 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     config, _ = without_idle_flags(config)
     config = replace(config, model=with_router_weights(config.model))
     if not config.synchronization.is_plain:
-        from megalite.config.validate_synchronization import with_sites
-
         config = with_sites(config, world_size, node_ranks)
     training = config.training
     if training.global_batch_size is None:
@@ -102,9 +108,9 @@ def validate(config: RunConfig, world_size: int) -> None:
         idle_positions(model),
         _layout(config),
         _communication(config),
-        _synchronization(config, world_size),
+        synchronization_problems(config, world_size),
         logit_problems(config),
-        _bitwise(config),
+        bitwise_problems(config),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),
         training_problems(training, data.seq_length),
@@ -115,7 +121,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
-        _preferences(config),
+        preference_problems(config),
         validation_problems(data, training),
         _recompute(config),
         _watchdog(config),
@@ -124,12 +130,12 @@ def validate(config: RunConfig, world_size: int) -> None:
         sample_problems(config.logging, data.tokenizer_type, config.parallel, config.synchronization),
         reporting_problems(config.reporting, save),
         recovery_problems(config.recovery, config.checkpoint),
-        _elastic(config),
-        _survivors(config),
-        _corruption(config, world_size),
-        _alarms(config),
-        _adapters(config),
-        _low_precision(config),
+        elastic_problems(config),
+        survivor_problems(config),
+        corruption_problems(config, world_size),
+        alarm_problems(config),
+        adapter_problems(config),
+        low_precision_problems(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
 
@@ -140,8 +146,8 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
     problems = (
         division_problems(config, world_size, seq_length=1),
         _communication(config),
-        _synchronization(config, world_size),
-        _bitwise(config),
+        synchronization_problems(config, world_size),
+        bitwise_problems(config),
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
@@ -153,84 +159,10 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         logging_problems(config.logging),
         reporting_problems(config.reporting, config.checkpoint.save),
         recovery_problems(config.recovery, config.checkpoint),
-        _corruption(config, world_size),
-        _alarms(config),
+        corruption_problems(config, world_size),
+        alarm_problems(config),
     )
     _raise(problem for of_one_kind in problems for problem in of_one_kind)
-
-
-def _preferences(config: RunConfig) -> Iterable[str]:
-    """Return a line for each relation of the options of preferences that does not hold."""
-    if not config.data.preference_data and config.preferences == PreferenceConfig():
-        return ()
-    from megalite.config.validate_preferences import preference_problems  # few runs have them
-
-    return preference_problems(config)
-
-
-def _elastic(config: RunConfig) -> Iterable[str]:
-    """Return a line for each option that does not fit a number of nodes that changes."""
-    if not config.recovery.elastic:
-        return ()
-    from megalite.config.validate_elastic import elastic_problems  # few runs are elastic
-
-    return elastic_problems(config, stages_per_rank(config))
-
-
-def _survivors(config: RunConfig) -> Iterable[str]:
-    """Return a line for each option with which survivors of a failure cannot finish their step."""
-    if not config.recovery.survivors_finish_step:
-        return ()
-    from megalite.config.validate_survivors import survivor_problems  # few runs do
-
-    return survivor_problems(config)
-
-
-def _corruption(config: TaskConfig, world_size: int) -> Iterator[str]:
-    """Yield a line for each relation of the search for silent corruption that does not hold."""
-    if config.corruption.is_watched:
-        from megalite.config.validate_corruption import corruption_problems  # few runs search
-
-        yield from corruption_problems(config, world_size)
-    if not config.corruption.finds_right_steps:
-        hashes = "--check-weight-hash-across-dp-replicas-interval"
-        yield from needs(config.corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
-
-
-def _alarms(config: TaskConfig) -> Iterable[str]:
-    """Return a line for each relation of the alarms that does not hold."""
-    if not changed(config.alarms, "*"):
-        return ()
-    from megalite.config.validate_alarms import alarm_problems  # few runs have them
-
-    return alarm_problems(config)
-
-
-def _adapters(config: RunConfig) -> Iterable[str]:
-    """Return a line for each relation of adapters and frozen weights that does not hold."""
-    if not changed(config.adapters, "*"):
-        return ()
-    from megalite.config.validate_adapters import adapter_problems  # few runs have them
-
-    return adapter_problems(config)
-
-
-def _low_precision(config: RunConfig) -> Iterable[str]:
-    """Return a line for each relation of products in few bits that does not hold."""
-    if not changed(config.low_precision, "*"):
-        return ()
-    from megalite.config.validate_low_precision import low_precision_problems  # few runs have them
-
-    return low_precision_problems(config)
-
-
-def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
-    """Return a line for each relation of the options of synchronization that does not hold."""
-    if config.synchronization == SynchronizationConfig():
-        return ()
-    from megalite.config.validate_synchronization import synchronization_problems
-
-    return synchronization_problems(config, world_size)
 
 
 def _mean(config: TaskConfig) -> Iterator[str]:
@@ -246,15 +178,6 @@ def _mean(config: TaskConfig) -> Iterator[str]:
             f"{flag} with --{way}: a step has not one set of weights there; drop one of them "
             "(megalite-merge-checkpoints averages checkpoints)"
         )
-
-
-def _bitwise(config: TaskConfig) -> Iterable[str]:
-    """Return a line for each option that does not go with sums in fixed point."""
-    if not config.parallel.bitwise_elastic:
-        return ()
-    from megalite.config.validate_bitwise import bitwise_problems  # few runs need it
-
-    return bitwise_problems(config)
 
 
 def _offload(config: TaskConfig) -> Iterator[str]:
@@ -365,8 +288,9 @@ def _parts_of_sequence(config: RunConfig, parts: int) -> Iterator[str]:
             f"{tokens}"
         )
     if not config.model.has_dense_layers:
+        why = "--num-experts" if config.model.hybrid_layer_pattern is None else PATTERN_FLAG
         yield (
-            f"--mlp-chunks-for-training {parts} changes nothing where no layer is dense: leave it out; "
+            f"--mlp-chunks-for-training {parts} changes nothing where no layer is dense ({why}): leave it out; "
             "--recompute-granularity selective --recompute-modules moe saves their memory"
         )
 

@@ -11,6 +11,8 @@ FLAG = "--bitwise-elastic"
 
 def bitwise_problems(config: TaskConfig) -> Iterator[str]:
     """Yield a line for each option whose bits depend on the number of ranks all the same."""
+    if not config.parallel.bitwise_elastic:
+        return
     parallel, training, optimizer = config.parallel, config.training, config.optimizer
     if not training.deterministic_mode:
         yield f"{FLAG} needs --deterministic-mode: otherwise kernels of a GPU may add in another order each time"

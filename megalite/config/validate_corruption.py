@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.fields import needs
 from megalite.config.run import TaskConfig
 
 
 def corruption_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
-    """Yield a line for each relation that does not hold, in a run that searches."""
+    """Yield a line for each relation that does not hold."""
     corruption, synchronization = config.corruption, config.synchronization
     hashes = "--check-weight-hash-across-dp-replicas-interval"
+    if not corruption.finds_right_steps:
+        yield from needs(corruption, "on_corruption", f"{hashes} or --rerun-on-replica-interval")
+    if not corruption.is_watched:
+        return
     if corruption.on_corruption == "go-back" and (config.checkpoint.save is None or config.checkpoint.resume != "auto"):
         yield "--on-corruption go-back needs --save and --resume auto: the run continues from its checkpoints"
     if corruption.check_weight_hash_across_dp_replicas_interval is not None and (

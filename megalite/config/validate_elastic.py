@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.idle_flags import stages_per_rank
 from megalite.config.run import RunConfig
 from megalite.config.synchronization import SynchronizationConfig
 
 
-def elastic_problems(config: RunConfig, chunks: int) -> Iterator[str]:
-    """Yield a line for each option that does not fit a number of nodes that changes.
-
-    `chunks`: number of stages of a pipeline rank.
-    """
+def elastic_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each option that does not fit a number of nodes that changes."""
+    if not config.recovery.elastic:
+        return
     parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
     if parallel.data_parallel_shares is not None:
         yield "--elastic divides micro-batches itself, for each number of ranks: leave out --data-parallel-shares"
@@ -29,7 +29,7 @@ def elastic_problems(config: RunConfig, chunks: int) -> Iterator[str]:
         yield "--elastic: --rerun-on-replica-interval needs replicas with equal shares. Drop one of the two"
     if config.training.moe_record_routing is not None:
         yield "--elastic: --moe-record-routing records no empty slots, which experts may need. Drop one of the two"
-    if chunks > 1 and parallel.overlap_grad_reduce and parallel.zero_stage < 2:
+    if parallel.overlap_grad_reduce and parallel.zero_stage < 2 and stages_per_rank(config) > 1:
         yield (
             "--elastic: data-parallel ranks with one micro-batch more than others would reduce the gradients of "
             "several stages in another order: leave out --overlap-grad-reduce, or have one stage on each rank"

@@ -17,8 +17,8 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     chosen, model, parallel = config.low_precision, config.model, config.parallel
     if chosen.fp8_format is None:
-        names = "fp8_recipe fp8_wgrad fp8_param_gather activation_func_fp8_input_store"
-        yield from needs(chosen, names, "--fp8-format")
+        names, instead = "fp8_recipe fp8_wgrad fp8_param_gather activation_func_fp8_input_store", "--fp8-format"
+        yield from needs(chosen, names, instead if chosen.fp4_format is None else f"{instead} in place of --fp4-format")
     if not chosen.first_last_layers_bf16:
         names = "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         yield from needs(chosen, names, "--first-last-layers-bf16")
@@ -33,8 +33,9 @@ def low_precision_problems(config: RunConfig) -> Iterator[str]:
         yield f"--fp8-format hybrid with {flag}: training diverges with gradients in e5m2: give e4m3"
     if config.training.fp16:
         yield f"--fp16 with {flag}: small gradients would be lost twice: train in --bf16"
-    if chosen.recipe == "tensorwise" and (parts := config.training.mlp_chunks_for_training) > 1:
-        yield f"{flag} with --mlp-chunks-for-training {parts}: each part would have another scale: drop one of them"
+    if (parts := config.training.mlp_chunks_for_training) > 1 and (chosen.recipe == "tensorwise" or chosen.fp8_wgrad):
+        named = flag if chosen.recipe == "tensorwise" else "--fp8-wgrad"
+        yield f"{named} with --mlp-chunks-for-training {parts}: each part would have its own scales: drop one of them"
     if chosen.fp8_param_gather:
         yield from _gather_problems(config)
     tensor = parallel.tensor_model_parallel_size
@@ -72,13 +73,15 @@ def low_precision_notes(config: RunConfig) -> tuple[str, ...]:
             f"note: {chosen.flag}, since no recipe is given: Megatron-LM's default, delayed, would follow the layout"
         )
     if chosen.fp8_wgrad and chosen.recipe != "tensorwise":
-        block = BLOCKS[cast(RecipeName, chosen.recipe)]
+        block, samples = BLOCKS[cast(RecipeName, chosen.recipe)], config.training.micro_batch_size
+        run = _run(config)
+        same = "and is one, as on each layout that has the same numbers"
         found.append(
-            "note: --fp8-wgrad: blocks of weight gradients run along tokens: they are the same on another layout while "
-            f"each rank's run of consecutive tokens of a sample, here {_run(config)}, times --micro-batch-size is a "
-            f"multiple of {block} on both"
+            f"note: --fp8-wgrad: blocks of {block} of weight gradients run along tokens: {run} consecutive tokens of a "
+            f"sample on a rank x --micro-batch-size {samples} = {run * samples}, which should be a multiple of {block}"
+            f", {same if run * samples % block == 0 else 'and is none: another layout has other numbers'}"
         )
-    elif not chosen.fp8_wgrad:
+    elif not chosen.fp8_wgrad and config.adapters.lora_rank is None:
         way = "" if chosen.fp8_format is None else ": --fp8-wgrad does it"
         found.append(
             f"note: {chosen.flag}: weight gradients are products of rounded inputs and of gradients that are not, "

@@ -19,6 +19,12 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
             "--preference-data needs a reference: give --reference-model, usually the model that --load or --finetune "
             "begins with, or --reference-log-probabilities, a directory that has its log-probabilities"
         )
+    if options.reference_log_probabilities is not None and config.low_precision.recipe == "tensorwise":
+        yield (
+            "--fp8-recipe tensorwise with --reference-log-probabilities: a scale is that of a micro-batch, so a "
+            "response has other log-probabilities beside others: give --fp8-recipe blockwise, or --reference-model "
+            "alone"
+        )
     if options.preference_label_smoothing and options.preference_loss != "dpo":
         yield f"--preference-label-smoothing is for dpo: leave it out with --preference-loss {options.preference_loss}"
     if options.preference_label_smoothing >= 0.5:
@@ -31,6 +37,7 @@ def preference_problems(config: RunConfig) -> Iterator[str]:
     names = "sft fim_data eod_mask_loss reset_position_ids reset_attention_mask loss_weights"
     others = [*given(data, names), *given(config.training, "label_smoothing z_loss_coeff moe_replay_routing")]
     others += [*given(config.parallel, "data_parallel_shares"), *given(config.recovery, "warm_restart elastic")]
+    others += given(config.distillation, "distill_from")
     for flag in others:
         yield f"{flag} does not go with --preference-data: leave it out"
     if config.logging.log_validation_ppl_to_tensorboard:

@@ -12,6 +12,8 @@ _FLAG = "--survivors-finish-step"
 
 def survivor_problems(config: RunConfig) -> Iterator[str]:
     """Yield a line for each option with which ranks cannot keep the gradients of a step."""
+    if not config.recovery.survivors_finish_step:
+        return
     parallel, interval = config.parallel, config.recovery.memory_checkpoint_interval
     if interval != 1:
         yield (

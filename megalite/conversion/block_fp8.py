@@ -1,8 +1,8 @@
 """Weights in blocks of fp8 (e4m3), as DeepSeek-V3, Kimi K2 and MiniMax-M2 are published: how they are read.
 
-A matrix NAME.weight is stored in fp8 beside NAME.weight_scale_inv in fp32, with a number for each tile of 128 x 128, by
-which the tile's values are multiplied. Tiles at the right and at the bottom may be smaller. Such files are made by
-`block_fp8_writing.py`.
+A matrix NAME.weight is stored in fp8 beside NAME.weight_scale_inv in fp32, bf16 or e8m0, with a number for each tile
+of 128 x 128, by which the values of the tile are multiplied. Tiles at the right and at the bottom may be smaller. Such
+files are made by `block_fp8_writing.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.config_keys import Json, Keys
 from megalite.conversion.mapping import LastTensor, Stored
 from megalite.errors import CheckpointError
+from megalite.process.output import say
 from megalite.small_files import shown
 
 SCALE = "_scale_inv"
@@ -27,10 +29,12 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "weight_block_size": ([TILE, TILE],),
     "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),  # here, activations are not quantized
-    "scale_fmt": ("ue8m0", "float"),  # how scales were rounded: they are fp32 in any case
+    "scale_fmt": ("ue8m0", "float"),  # how scales were rounded: their dtype is that of the files
 }
 _NO_EFFECT = ("modules_to_not_convert", "ignored_layers")  # the files show it
 _OTHERWISE = ": load the model with transformers, call model.dequantize(), and save it"
+_SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
+"""Dtypes of scales: fp32 has the values of all."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -64,27 +68,27 @@ def _dtype(config: Json) -> torch.dtype:
 def unpacked(stored: Stored, config: Json) -> Stored:
     """Return the tensors with each pair of values and scales replaced by the weight, which is made when it is read.
 
-    Weights have the dtype that config.json names. Raises CheckpointError if a pair is incomplete, or its shapes do not
-    fit together.
+    Weights have the dtype that config.json names. Raises CheckpointError if a pair is incomplete, has other dtypes, or
+    its shapes do not fit together.
     """
-    found, last = dict(stored), LastTensor()
+    found, last, warned = dict(stored), LastTensor(), set[str]()
     for scale in [name for name in stored if name.endswith(f".weight{SCALE}")]:
         name = scale.removesuffix(SCALE)
         scales, read_scales = found.pop(scale)
         if name not in found:
             raise CheckpointError(f"{scale} has no {name} beside it")
         values, read_values = found[name]
-        dtypes = (values.dtype, scales.dtype)
-        if (
-            len(values.shape) != 2
-            or tiles_of(values.shape) != scales.shape
-            or dtypes != (torch.float8_e4m3fn, torch.float32)
-        ):
+        if values.dtype != torch.float8_e4m3fn or scales.dtype not in _SCALES:
+            dtypes = f"{name} is {dtype_name(values.dtype)}, and {scale} {dtype_name(scales.dtype)}"
+            raise CheckpointError(
+                f"{dtypes}: only float8_e4m3fn with {' or '.join(map(dtype_name, _SCALES))} is supported{_OTHERWISE}"
+            )
+        if len(values.shape) != 2 or tiles_of(values.shape) != scales.shape:
             raise CheckpointError(
                 f"{name} {list(values.shape)} and {scale} {list(scales.shape)} are not fp8 in blocks of 128 x 128"
             )
         dtype = _dtype(config)
-        make = partial(_multiply, read_values, read_scales, dtype, scale)
+        make = partial(_multiply, read_values, read_scales, dtype, scale, warned)
         found[name] = Kind(values.shape, dtype), partial(last.get, name, make)
     return found
 
@@ -101,13 +105,18 @@ def all_tiles_are_full(stored: Stored) -> bool:
 
 
 def _multiply(
-    read_values: Callable[[], Tensor], read_scales: Callable[[], Tensor], dtype: torch.dtype, name: str
+    read_values: Callable[[], Tensor],
+    read_scales: Callable[[], Tensor],
+    dtype: torch.dtype,
+    name: str,
+    warned: set[str],
 ) -> Tensor:
     """Return a weight, each value multiplied in fp32 and rounded once, computed for a row of tiles after the other.
 
-    Raises CheckpointError if one of the scales, which have this name, is none.
+    A scale of 0 beside codes that are not has a warning, once for those of this name, which `warned` has then. Raises
+    CheckpointError if one of the scales is none.
     """
-    values, scales = read_values(), read_scales()
+    values, scales = read_values(), read_scales().float()
     wrong = ~(scales.isfinite() & (scales >= 0))
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
@@ -115,5 +124,10 @@ def _multiply(
     weight = torch.empty(values.shape, dtype=dtype)
     for tile, row in enumerate(scales):
         rows = slice(tile * TILE, (tile + 1) * TILE)
-        weight[rows] = values[rows].float() * row.repeat_interleave(TILE)[: values.shape[1]]
+        codes = values[rows].float()
+        weight[rows] = codes * row.repeat_interleave(TILE)[: values.shape[1]]
+        for column in (row == 0.0).nonzero().flatten().tolist():
+            if name not in warned and codes[:, column * TILE : (column + 1) * TILE].any():
+                warned.add(name)
+                say(f"WARNING: {name} has 0 for tile {tile}, {column}, whose weights become zeros", to_error=True)
     return weight

@@ -28,6 +28,7 @@ from megalite.small_files import LARGEST, MIB, MOST_AXES, open_regular, parse_js
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 _OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_OF_BUFFERS |= {"F8_E8M0": torch.float8_e8m0fnu}
 _KINDS = _DTYPES | _OF_BUFFERS
 _LONGEST_HEADER = 1 << 25
 """Maximum size of a header in bytes. A file with 100,000 tensors needs half of it."""
@@ -230,7 +231,7 @@ def _entry(name: str, fields: Any, header: int) -> tuple[Kind, int]:
         raise ValueError(f"{name} must have just a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _KINDS:
-        raise ValueError(f"it has the dtype {str(dtype)[:_LONGEST_NAME]}, supported are {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} has the dtype {str(dtype)[:_LONGEST_NAME]}, supported are {', '.join(_DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the offsets of {name} are not whole numbers of 0 or more, or are too many")
     kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets

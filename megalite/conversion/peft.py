@@ -218,7 +218,10 @@ def _read_modules(
         if words > module.words.keys():
             problems.append(f"{name} has DoRA, which megalite has not for it")
             continue
-        shapes = module.shapes(_rank(config, name))
+        if (rank := _rank(config, name)) > module.largest_rank:  # which all modules would get
+            problems.append(f"{name} has rank {rank}, and no update of it has more than {module.largest_rank}")
+            continue
+        shapes = module.shapes(rank)
         for word in sorted(words | factors.keys()):
             values = factors.get(word)
             if word not in words or values is None or tuple(values.shape) != shapes[word]:

@@ -81,6 +81,11 @@ class Module:
         return f"{self.name}.{self.parameter}" if self.parameter else self.name
 
     @property
+    def largest_rank(self) -> int:
+        """Largest rank of an update of its matrices, each of which has factors of its own."""
+        return sum(min(len(place.rows), len(place.columns)) for place in self.places)
+
+    @property
     def words(self) -> dict[str, str]:
         """Words of PEFT for the tensors of its adapter, by ours."""
         return LOOKED_UP if self.looked_up else {A: WORDS[A], B: WORDS[B]} if self.experts else WORDS

@@ -65,6 +65,22 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
     return Agreement(len(names), different, _distance(ours, theirs), apart, ours.abs().max().item())
 
 
+def farthest(first: Source, second: Source) -> tuple[float, str]:
+    """Return the largest distance of a tensor of the second source from the first's, over its norm, and its name."""
+    most = 0.0, ""
+    for name, kind in first.tensors.items():
+        squares = torch.zeros(2, dtype=torch.float64)
+        for block in chunks(kind.whole, torch.float32):
+            for box, _ in block:
+                one, other = (torch.empty(box.size) for _ in range(2))
+                first.fill(name, box, one)
+                second.fill(name, box, other)
+                squares += torch.stack([(one - other).double().square().sum(), one.double().square().sum()])
+        if squares[0] > 0.0:
+            most = max(most, ((squares[0] / squares[1]).sqrt().item(), name))
+    return most
+
+
 def _can_judge(folder: Path) -> bool:
     """Tell if transformers is there, knows a folder's kind of model, and can make weights of its blocks, if any."""
     if find_spec("transformers") is None:

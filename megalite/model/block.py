@@ -6,7 +6,7 @@ attention(...) and mlp(...). With output norms alone, the layer is x + norm(atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from megalite.model.layer_kinds import LAYER_KINDS, FeedForwardModule, LayerKind
 from megalite.model.mlp import MLP
 from megalite.model.norm import LayerNorm
 from megalite.model.recompute import Recompute
+from megalite.model.sequence_parts import FeedForwardInParts
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, TermSums, add_sums
@@ -63,11 +64,9 @@ class Block(nn.Module):
         """Factor of the branches."""
         self.attention_site = cast(Site, site(mixes, mixer))
         self.mlp_site = cast(Site, site(feeds, feed_forward))
-        self.in_parts: Callable[[Tensor, LayerContext, float], Tensor] | None = None
+        self.in_parts: FeedForwardInParts | None = None
         """Runs the feed-forward layer, with its norms and its dropout, on parts of the sequence."""
         if recompute.mlp_parts > 1 and isinstance(self.mlp, MLP):
-            from megalite.model.sequence_parts import FeedForwardInParts
-
             self.in_parts = FeedForwardInParts(
                 self.mlp_norm, self.mlp, self.mlp_output_norm, self.mlp_site, parts=recompute.mlp_parts
             )

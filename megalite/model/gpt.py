@@ -27,7 +27,7 @@ from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.products import UNROUNDED, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Roundings
 from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.parallel.stage_module import Inside, StageModule, inside_forward
@@ -74,7 +74,7 @@ class GPT(StageModule):
         self.main_terms: tuple[LossTerm, ...] = (LM_LOSS,)
         """The first terms of the loss: others for a loss of one's own."""
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
-        self.context = context
+        self.context, self.roundings = context, roundings
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
         self.recomputed: Callable[..., tuple[Tensor, TermSums]] = functools.partial(
@@ -210,6 +210,8 @@ class GPT(StageModule):
             return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
         if labels is not None and (own := micro_batch.token_loss) is not None:
+            if micro_batch.logit_loss is not None:
+                raise ValueError(f"a micro-batch with a loss of its own has no {micro_batch.logit_loss.name} beside it")
             losses, *entropies = self.head(hidden, labels.t(), plain=True, entropies=own.entropies)
             return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:

@@ -221,7 +221,7 @@ class Depth(nn.Module):
         Returns hidden states of the same shape, and the terms of the layers.
         """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
-        hidden, terms = run_layers(self.layers, self.projection(joined), context)
+        hidden, terms = run_layers(self.layers, self.projection(joined, context), context)
         return self.final_norm(hidden), terms
 
 

@@ -6,11 +6,12 @@ A layer with the frozen weights W has two small matrices for each matrix that it
 
 A rank has the rows of B that it has of W, and the columns of A (`adapter_matrices.py`). What is not split (A of a
 column-parallel layer, B of a row-parallel one) has a gradient that is partial over the ranks of the layer. So A x is
-one more product of the input that the layer gathers anyway, and B is applied before the sum over the ranks: adapters
-send no messages of their own.
+one more product of the input that the layer gathers anyway, and B is applied before the sum over the ranks: LoRA sends
+no messages of its own.
 
 DoRA learns the difference m between the lengths of rows and their first ones, which begins with zeros whatever the
-weights are. As in PEFT, the norm has no gradient.
+weights are. As in PEFT, the norm has no gradient. Where ranks split columns (in row-parallel layers), each forward sums
+the squares of both lengths over them: two numbers a row.
 """
 
 from __future__ import annotations
@@ -291,11 +292,12 @@ class Adaptable(nn.Module):
         """
         if self.update is None:
             return product(input, None, *weights)
+        factors = [self.a, *[self.b[number] for number in range(len(self.b))]]  # torch 2.11 compiles no *self.b
         if self._dropout and self.training:
             output = product(input, None, *weights)
-            output = output + product(self._dropped(input, places), self.update, self.a, *self.b)
+            output = output + product(self._dropped(input, places), self.update, *factors)
         else:
-            output = product(input, self.update, *weights, self.a, *self.b)
+            output = product(input, self.update, *weights, *factors)
         if self.magnitudes:
             frozen = [self.weights_to_adapt()[number] for number in self._adapted]
             changes = self.update.row_changes(frozen, self.a, list(self.b), list(self.magnitudes))

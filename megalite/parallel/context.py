@@ -13,7 +13,8 @@ import torch
 from megalite.parallel import placement
 from megalite.parallel.mesh import DENSE_AXES, Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.products import ALONE, PLAIN, Products, RoundedProducts, Rounding
+from megalite.parallel.products import ALONE, PLAIN, Products
+from megalite.parallel.rounded_products import RoundedProducts, Rounding
 from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding
 
 Meaning = Literal["heads", "ffn", "vocabulary", "experts", "expert ffn"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.parameter import GroupedProductGradient, LateGradient, Parameter, accumulate_grad
 from megalite.parallel.products import PLAIN, Products, saved_by
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import scale_gradients_
@@ -33,15 +33,15 @@ class _GroupedLinear(torch.autograd.Function):
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
         output, kept = products.of_groups(input, weight, *groups)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*(kept.tensors if weight.requires_grad else ()))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *ctx.groups, backward=True)
+        (gradient,), groups, kept = gradients, ctx.groups, ctx.products.restored(saved_by(ctx))
+        input_gradient, _ = ctx.products.of_groups(gradient, ctx.weight, *groups, backward=True)
         # Last: accumulating the last gradient may free the weight.
-        product = ctx.products.weight_gradient_of_groups(gradient, saved_by(ctx), *ctx.groups)
+        product = LateGradient(lambda: GroupedProductGradient(gradient, kept.values(gradient.dtype), *groups))
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
@@ -62,15 +62,14 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         """Return the products [rows, out]. What `keeper` keeps of the input is activated again in backward."""
         ctx.weight, ctx.activation, ctx.groups, ctx.products = weight, activation, groups, products
         ctx.keeper, ctx.dtype = keeper, input.dtype
-        ctx.save_for_backward(scale, *keeper.keep(input))
+        ctx.save_for_backward(scale, *keeper.keep(input).tensors)
         return products.of_groups(_scale_(activation(input), scale), weight, *groups)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input, the scale and the weight."""
         scale, *kept = saved_by(ctx)
-        assert scale is not None
-        input = ctx.keeper.values(tuple(kept), ctx.dtype)
+        input = ctx.keeper.restored(tuple(kept)).values(ctx.dtype)
         with torch.enable_grad():
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
@@ -139,7 +138,8 @@ def activated_grouped_linear(
     Returns, raises: see `grouped_linear`.
     """
     _check(input, weight.sharding.local_shape[-1], weight, groups)
-    keeper = products if products.stores_activations and not keeps_values else PLAIN
+    keeps_codes = products.stores_activations and not keeps_values and torch.is_grad_enabled()
+    keeper = products if keeps_codes else PLAIN
     found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups, products, keeper)
     return found
 

@@ -26,18 +26,19 @@ from megalite.parallel.adapter import Adaptable, Places, Update
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, LateGradient, Parameter, accumulate_grad, is_deferred
-from megalite.parallel.products import ALONE, PLAIN, Kept, Products, as_matrix, saved_by
+from megalite.parallel.products import ALONE, PLAIN, KeptInput, Products, as_matrix, saved_by
 from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import Sharding
 
 
-def _gathered_gradient(products: Products, gradient: Tensor, input: Callable[[], Kept]) -> Gradient:
-    return products.weight_gradient(as_matrix(gradient), input())
+def _restored(ctx: Any) -> tuple[KeptInput, Tensor | None]:
+    """Return the input that a forward has kept, and with an update A x. What an update is of is frozen."""
+    saved = saved_by(ctx)
+    return (ctx.products.restored(saved), None) if ctx.update is None else (KeptInput(saved[:1]), saved[1])
 
 
-def _gather_later(products: Products, split: Kept, group: Group) -> Callable[[], Kept]:
-    """Return a function that gathers on its first call and returns the same tensors on later calls."""
-    return functools.cache(lambda: products.gather(split, group)())
+def _gathered_gradient(input: Callable[[], KeptInput], gradient: Tensor, bound: Tensor | None) -> Gradient:
+    return input().weight_gradient(gradient, bound)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -58,13 +59,17 @@ class _ColumnParallel(torch.autograd.Function):
         update: Update | None,
         *weights: Parameter,
     ) -> Tensor:
-        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x."""
+        """Multiply, and save what the products keep of the input as it is split; with an update, its values and A x.
+
+        If the weights are frozen, and have no update, nothing reads the input again.
+        """
         # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.update = group, sequence_parallel, use, update
         ctx.weights, ctx.b, ctx.products = weights, (), products
+        keeps = update is not None or any(weight.requires_grad for weight in weights)
         if update is None and len(weights) == 1:
             output, kept = products.forward(input, weights[0], group if sequence_parallel else ALONE)
-            ctx.save_for_backward(*kept)
+            ctx.save_for_backward(*(kept.tensors if keeps else ()))
             return output
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if update is not None:
@@ -81,48 +86,45 @@ class _ColumnParallel(torch.autograd.Function):
         inner = [] if update is None else [torch.mm(as_matrix(whole), ctx.weights[-1].t())]
         if update is not None:
             update.add(as_matrix(output), inner[0], ctx.b)
-        ctx.save_for_backward(input, *inner)
+        ctx.save_for_backward(*((input,) if keeps else ()), *inner)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights, whose products run beside the messages."""
-        weights, b, update = ctx.weights, ctx.b, ctx.update
-        kept, inner = saved_by(ctx), None
-        if update is not None:
-            kept, inner = kept[:1], kept[1]
+        weights, b, update, products = ctx.weights, ctx.b, ctx.update, ctx.products
         group: Group = ctx.group
+        kept, inner = _restored(ctx)
         later = ctx.sequence_parallel and any(map(is_deferred, weights))
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
         gradient = as_matrix(gradients[0])
-        own = ctx.products.in_backward(gradient)
-        way = own if update is None else PLAIN  # what an update is of is frozen
-        kept_again = way.gather(kept, group) if gather_now else None
+        bound = products.bound(gradient)
+        gathering = kept.gather(group) if gather_now else None
         if update is None:
             parts = _split_outputs(gradient, weights)
         else:
             parts = (*_split_outputs(gradient, weights[:-1]), update.of_inner(gradient, weights[-1], b))
         input_gradient = reduction = None
         if ctx.needs_input_grad[0]:  # not if all before is frozen
-            input_gradient = own.input_gradient(parts[0], weights[0], ALONE)
+            input_gradient = products.input_gradient(parts[0], weights[0], ALONE, bound)
             for part, weight in zip(parts[1:], weights[1:], strict=True):
                 input_gradient.addmm_(part, weight)
-        whole = kept if kept_again is None else kept_again()
+        kept = kept if gathering is None else gathering()
         if input_gradient is not None:
             input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
             if ctx.sequence_parallel:
                 reduction = collectives.reduce_scatter_async(input_gradient, group)
             else:
                 reduction = collectives.all_reduce_async_(input_gradient, group)
-        products: list[Gradient]
+        found: list[Gradient]
         if later:
-            gathered = _gather_later(way, kept, group)
-            products = [LateGradient(functools.partial(_gathered_gradient, way, part, gathered)) for part in parts]
+            whole = functools.cache(lambda: kept.gather(group)())  # once for all of them
+            found = [LateGradient(functools.partial(_gathered_gradient, whole, part, bound)) for part in parts]
         else:
-            products = [way.weight_gradient(part, whole) for part in parts]
-        products += [update.of_b(gradient, inner, number) for number in range(len(b))]
+            found = [kept.weight_gradient(part, bound) for part in parts]
+        found += [update.of_b(gradient, inner, number) for number in range(len(b))]
         weight_gradients = [
-            accumulate_grad(weight, product, ctx.use) for weight, product in zip((*weights, *b), products, strict=True)
+            accumulate_grad(weight, each, ctx.use) for weight, each in zip((*weights, *b), found, strict=True)
         ]
         return None if reduction is None else reduction.wait(), *[None] * 5, *weight_gradients
 
@@ -153,13 +155,15 @@ class _RowParallel(torch.autograd.Function):
         ctx.products = products if multiplied else PLAIN
         ctx.activation, ctx.dtype, ctx.shape = activation, input.dtype, input.shape
         inner = [] if update is None else [torch.mm(as_matrix(input), weights[-2].t())]
-        kept: Kept | None = None
+        kept: KeptInput | None = None
         if activation is not None:
             kept = products.keep(input)
         elif update is not None:
-            kept = (input,)
+            kept = KeptInput((input,))
+        elif not weights[0].requires_grad:
+            kept = KeptInput(())
         if unread:
-            ctx.save_for_backward(*inner, *(kept or products.keep(input)))
+            ctx.save_for_backward(*(kept or products.keep(input)).tensors, *inner)
             if update is not None:
                 inner[0].mul_(update.scale)
             sequence = len(input) // group.size if sequence_parallel else len(input)
@@ -170,8 +174,8 @@ class _RowParallel(torch.autograd.Function):
         if multiplied:
             term, of_product = products.forward(input, multiplied[0], ALONE)
         else:
-            term, of_product = input.new_zeros(*input.shape[:-1], width), (input,)
-        ctx.save_for_backward(*inner, *(kept or of_product))
+            term, of_product = input.new_zeros(*input.shape[:-1], width), KeptInput((input,))
+        ctx.save_for_backward(*(kept or of_product).tensors, *inner)
         if update is not None:
             update.add(as_matrix(term), inner[0], weights[-1:])
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
@@ -179,14 +183,11 @@ class _RowParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the input and the weights."""
-        weights, update, kept = ctx.weights, ctx.update, saved_by(ctx)
-        inner = None
-        if update is not None:
-            inner, kept = kept[0], kept[1:]
-        own, gathered_by = ctx.products.in_backward(gradients[0]), ALONE
-        gradient = gradients[0]
+        weights, update, products = ctx.weights, ctx.update, ctx.products
+        kept, inner = _restored(ctx)
+        gradient, gathered_by, bound = gradients[0], ALONE, products.bound(gradients[0])
         reads_values = update is not None or (weights[0].requires_grad and not is_deferred(weights[0]))
-        if ctx.sequence_parallel and own.rounds and not reads_values:
+        if ctx.sequence_parallel and products.rounds and not reads_values:
             gathered_by = ctx.group  # codes
         elif ctx.sequence_parallel:
             gradient = collectives.all_gather(gradient, ctx.group)
@@ -195,25 +196,24 @@ class _RowParallel(torch.autograd.Function):
         if update is not None:
             parts = [*parts[: len(weights) - 2], update.of_inner(gradient_matrix, weights[-2], weights[-1:])]
         # First: accumulating the last gradient may free the weights.
-        input_gradient = own.input_gradient(parts[0], weights[0], gathered_by)
+        input_gradient = products.input_gradient(parts[0], weights[0], gathered_by, bound)
         for part, weight in zip(parts[1:], weights[1:], strict=False):
             input_gradient.addmm_(part, weight)
-        way = own if update is None else PLAIN  # what an update is of is frozen
         if ctx.activation is not None:
-            input = own.values(kept, ctx.dtype)
+            input = kept.values(ctx.dtype)
             with torch.enable_grad():
                 activated = ctx.activation(input.requires_grad_())
             (input_gradient,) = torch.autograd.grad(activated, input, input_gradient)
-            way, kept = own.keep_again(activated.detach())
-        products: list[Gradient]
+            kept = products.keep(activated.detach(), again=True)
+        found: list[Gradient]
         if update is not None:
-            products = [*(way.weight_gradient(part, kept) for part in parts), update.of_b(gradient_matrix, inner, 0)]
+            found = [*(kept.weight_gradient(part, bound) for part in parts), update.of_b(gradient_matrix, inner, 0)]
         elif ctx.sequence_parallel and is_deferred(weights[0]):
             split, over = gradients[0], ctx.group
-            products = [LateGradient(lambda: way.weight_gradient(as_matrix(collectives.all_gather(split, over)), kept))]
+            found = [LateGradient(lambda: kept.weight_gradient(as_matrix(collectives.all_gather(split, over)), bound))]
         else:
-            products = [way.weight_gradient(gradient_matrix, kept)]
-        weight_gradients = [accumulate_grad(weight, product) for weight, product in zip(weights, products, strict=True)]
+            found = [kept.weight_gradient(gradient_matrix, bound)]
+        weight_gradients = [accumulate_grad(weight, each) for weight, each in zip(weights, found, strict=True)]
         return input_gradient.view(ctx.shape), *[None] * 6, *weight_gradients
 
 
@@ -392,10 +392,14 @@ class RowParallelLinear(Adaptable):
 
         Args:
             places: see `ColumnParallelLinear`.
-            unread: only backward is asked for. The output is then not computed, and has zeros in place of the product.
+            unread: only backward is asked for. The output is then not computed, and has zeros in place of the product,
+                but with DoRA, whose magnitudes have gradients of the product.
             activation: map the input by it first, and again in backward, of what the products keep of it. Without
                 adapters.
         """
+        unread = unread and (self.update is None or not self.magnitudes)
+        if activation is not None and not torch.is_grad_enabled():
+            input, activation = activation(input), None  # nothing is kept of what it is of
 
         def product(input: Tensor, update: Update | None, *weights: Parameter) -> Tensor:
             found: Tensor = _RowParallel.apply(

@@ -163,7 +163,7 @@ class Parameter(nn.Parameter):
     codes: WeightTiles | None = None
     """Codes and scales of the values; None: they are not made, or not kept."""
     keeps_codes = False
-    """True if codes are kept once they are made (`products.kept_codes`)."""
+    """True if codes are kept once they are made (`rounded_products.kept_codes`)."""
     coded: Coded | None = None
     """Way to make codes, which are gathered in place of the values; None: values are gathered."""
 

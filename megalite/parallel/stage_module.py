@@ -52,5 +52,9 @@ class StageModule(nn.Module):
         return list(self.named_children())
 
     def inside(self, *, backward: bool) -> list[Inside]:
-        """List the collectives inside forward or backward that data-parallel ranks run together, in order."""
+        """List the collectives inside forward or backward that data-parallel ranks run together, in order.
+
+        Ranks compare their lists. Those of backward have what is before the first trained weight, too, which does not
+        run: it is the same on all of them.
+        """
         return []

@@ -108,9 +108,10 @@ class Run:
                 self._synchronization = make_synchronization(config, mesh)
                 self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
-                if self.trainer is not None:
-                    self.task.begin(self.trainer)
-                if self.copies is not None and self.trainer is not None:
+            if self.trainer is not None:
+                self.task.begin(self.trainer)
+            if self.copies is not None and self.trainer is not None:
+                with sections(START):
                     self.copies.begin(self.trainer)
                     self._notes += self.copies.notes
             self._stack = stack.pop_all()

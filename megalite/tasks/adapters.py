@@ -14,7 +14,6 @@ from megalite.checkpoint import Candidates
 from megalite.config import CheckpointConfig, ModelConfig
 from megalite.config.adapters import AdaptersConfig
 from megalite.config.fields import flag_of
-from megalite.conversion.native import named_base, open_base
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -173,6 +172,8 @@ def base_of(path: AnyPath, config: Mapping[str, Any], settings: CheckpointConfig
     A --load that has the checkpoint, or the named folder, does not say where the base is now. Raises CheckpointError if
     it is in neither.
     """
+    from megalite.conversion.native import named_base, open_base  # with the formats of all other programs
+
     if (named := named_base(path, config)) is None:  # the initial weights
         return None
     places = [named]

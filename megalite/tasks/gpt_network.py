@@ -30,7 +30,7 @@ from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
-from megalite.parallel.products import kept_codes
+from megalite.parallel.rounded_products import kept_codes
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages

@@ -101,9 +101,17 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
 
 
 def precision_line(config: RunConfig) -> str:
-    """Return the dtype of the network, and the recipe of its products."""
-    recipe = config.low_precision.recipe
-    return config.training.dtype + ("" if recipe is None else f", products in {recipe} (MFU: of bfloat16's peak)")
+    """Return the dtype of the network, and of which products operands are rounded, and how."""
+    chosen, layers = config.low_precision, config.model.num_layers
+    if chosen.recipe is None:
+        return config.training.dtype
+    count = sum(chosen.is_rounded(layer, layers) for layer in range(layers))
+    return (
+        f"{config.training.dtype}, products in {chosen.recipe} {chosen.fp8_format or chosen.fp4_format}"
+        + (f" in {count} of {layers} layers" if count < layers else "")
+        + (", those of weight gradients, too" if chosen.fp8_wgrad else "")
+        + " (MFU: of bfloat16's peak)"
+    )
 
 
 def _devices(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:

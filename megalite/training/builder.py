@@ -54,7 +54,7 @@ from megalite.parallel.adapter import train_a_part
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Rounding, Roundings
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import Inside, StageModule

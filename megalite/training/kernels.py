@@ -32,6 +32,7 @@ from megalite.model.heads_norm import HeadsNorm
 from megalite.model.latent_attention import LatentAttention
 from megalite.model.moe import MoE
 from megalite.model.recurrent import Convolution, RecurrentCore
+from megalite.model.sequence_parts import FeedForwardInParts
 from megalite.model.sparse_attention import SparseAttention
 from megalite.optim.buckets import Bucket
 from megalite.parallel.adapter import Adaptable
@@ -56,6 +57,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (LatentAttention, "attend"),
     (SparseAttention, "attend_to_chosen"),
     (ReplicatedLinear, "forward"),
+    (FeedForwardInParts, "__call__"),  # compiles the function of a part by itself
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
@@ -150,10 +152,8 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
     _leave_untraced()
     for chunk in chunks:
         for _, layer in chunk.numbered_layers():
-            in_parts: Any = layer.in_parts
-            if in_parts is not None:
+            if (in_parts := layer.in_parts) is not None:
                 in_parts.transform = torch.compile(in_parts.transform, backend=backend, dynamic=False)
-                layer.in_parts = torch.compiler.disable(in_parts)
             vars(layer)["forward"] = torch.compile(layer.forward, backend=backend, dynamic=False)
 
 

@@ -20,7 +20,6 @@ from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
-from megalite.conversion.native import open_folder
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import has_file
@@ -107,6 +106,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
 
 def open_initial_model(path: AnyPath, *, compare: bool = True) -> OpenedModel:
     """Open the `model` of a `ResumePoint`. Raises CheckpointError. `compare`: as for `open_huggingface`."""
+    from megalite.conversion.native import open_folder  # with the formats of all other programs
+
     return open_folder(path, torch.float32, compare=compare)
 
 

@@ -29,6 +29,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.training.resume import ResumePoint
+from megalite.watchdog.sections import Sections
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
@@ -59,6 +60,7 @@ class Summarized(Protocol):
     optimizer: Optimizer
     engine: PipelineEngine[Any]
     schedules: ProvedSchedules
+    sections: Sections
     shares: Shares
     iterations: int
     iteration: int
@@ -181,7 +183,7 @@ class Task(ABC):
         return {"": self.evaluation_loader(test=test)}
 
     def begin(self, trainer: Summarized) -> None:
-        """Prepare what steps need beside the network, once it has its values. Called by all ranks together."""
+        """Prepare what steps need beside the network's values, in sections of its own. All ranks call it together."""
         return
 
     def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:

@@ -20,7 +20,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
-from megalite.parallel.products import Rounding, Roundings
+from megalite.parallel.rounded_products import Rounding, Roundings
 from megalite.pipeline.stages import Stages
 from megalite_kernels.recipes import recipe
 from tests.adapters_oracle import Adapters

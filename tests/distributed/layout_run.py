@@ -43,7 +43,7 @@ from megalite.parallel.largest_logits import largest_of_all
 from megalite.parallel.linear import RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
-from megalite.parallel.products import kept_codes
+from megalite.parallel.rounded_products import kept_codes
 from megalite.parallel.sharding import Box, Constant, Normal
 from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of

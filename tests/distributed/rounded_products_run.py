@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.parallel import products
+from megalite.parallel import rounded_products
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import Rounding
+from megalite.parallel.rounded_products import Rounding
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite_kernels.recipes import recipe
 from megalite_kernels.tile_scales import Tiles
@@ -53,8 +53,8 @@ def operands(name: str, sequence_parallel: bool, context_parallel: int = 1) -> l
         found.append((stored(a), stored(b)))
         return original(a, b, *rest)  # type: ignore[arg-type]
 
-    original = products.product
-    with mock.patch.object(products, "product", recorded):
+    original = rounded_products.product
+    with mock.patch.object(rounded_products, "product", recorded):
         hidden = input.chunk(parts)[part].requires_grad_()
         for layer in layers:
             hidden = layer(hidden)

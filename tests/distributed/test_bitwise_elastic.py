@@ -24,7 +24,7 @@ from tests.distributed.test_trainer import FLAGS as OF_TRAINER
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
-STEPS = 4
+STEPS = 3
 FLAGS = (
     f"{OF_TRAINER.replace('--adam-eps 1e-6', '')} --train-iters {STEPS} --lr 0.02 --num-layers 4 "
     "--global-batch-size 12 --no-fp64 --clip-grad 0.3 --deterministic-mode --bitwise-elastic"

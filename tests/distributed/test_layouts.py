@@ -88,10 +88,10 @@ def cells_of(layout: Row) -> list[Cell]:
 
 def few_of(layout: Row) -> list[Cell]:
     """Return every third cell, others for the next layout. If nothing is shared over data-parallel ranks, return all on
-    two ranks, and every second on four: without, with one and with two groups of keys and values."""
+    two ranks, and every fourth on four: with one and with two groups of keys and values."""
     cells = cells_of(layout)
     if layout["dp"] == 1:
-        return cells if layout["tp"] <= 2 else cells[::2]
+        return cells if layout["tp"] <= 2 else cells[::4]
     return cells[2 * LAYOUTS.index(layout) % 3 :: 3]
 
 

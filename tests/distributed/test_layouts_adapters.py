@@ -31,9 +31,18 @@ LAYOUTS: dict[str, Row] = {
     "zb-h1, tp2-sp, gates": {**LORA, "dp": 1, "pp": 2, **SP, "schedule": "zb-h1", "output_gate": True},
     "zero1, gathers": {**LORA, "dp": 2, "zero": 1, "overlap": "reduce and gather", "tp": 2},
     "zero2": {**LORA, "dp": 3, "zero": 2},
-    "zero3, tp2-sp, dora": {**LORA, "adapters": "dora", "dp": 2, "zero": 3, **SP, "overlap": "reduce and gather"},
+    "zero3, tp2-sp, dora, parts": {
+        **LORA,
+        "adapters": "dora",
+        "dp": 2,
+        "zero": 3,
+        **SP,
+        "overlap": "reduce and gather",
+        "mlp_parts": 3,
+    },
     "cp2-tp2-sp": {**LORA, "dp": 1, "cp": 2, **SP, "documents": True},
     "parts of the sequence": {**LORA, "dp": 1, **SP, "mlp_parts": 3, "family": "gemma"},
+    "parts of the sequence, dora, tp2": {**LORA, "adapters": "dora", "dp": 1, "tp": 2, "mlp_parts": 3},
     "experts, ep2": {**LORA, "dp": 2, "ep": 2, "zero": 1, "family": "mixtral"},
     "experts, some, etp2": {"adapters": "some", "dp": 2, **SP, "etp": 2, "family": "mixtral", "key_values": "gqa"},
     "shared experts, zero3": {**LORA, "dp": 2, "zero": 3, "ep": 2, "family": "s-base"},
@@ -89,9 +98,7 @@ LAYOUTS: dict[str, Row] = {
 OFTEN = [
     "tables, zb-h1, zero1, tp2-sp",
     "alone, gpt2, some",
-    "tp4-sp, shared groups, dora",
-    "zb-v, tp2-sp",
-    "zero3, tp2-sp, dora",
+    "zero3, tp2-sp, dora, parts",
 ]
 
 
@@ -109,6 +116,7 @@ DROPOUT: dict[str, Row] = {
     "cp2-tp2-sp": {**DROPPED, "cp": 2, **SP, "micro_batch_size": 2},
     "latents": {**DROPPED, **SP, "latents": "narrow values"},
     "recurrent layers": {**DROPPED, **SP, "pattern": "MGKL*-"},
+    "depths": {**DROPPED, **SP, "depths": 2, "repeated": True},
 }
 
 

@@ -48,8 +48,8 @@ def cell_of(layout: Row, **more: Any) -> Cell:
     return make_cell({"dp": 1} | layout | more)
 
 
-FEW = ("cp2-all_gather", "cp3-a2a", "cp4-a2a+p2p", "cp2-tp2-sp")
-"""Layouts that have each way, each number of ranks, most ZeRO stages and each other axis once."""
+FEW = ("cp2-all_gather", "cp3-a2a", "cp4-a2a+p2p")
+"""Layouts that have each way and each number of ranks."""
 
 
 def marked(layouts: dict[str, Row]) -> list[object]:

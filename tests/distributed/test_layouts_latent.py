@@ -54,7 +54,7 @@ LAYOUTS: dict[str, Row] = {
     "experts, pp2, tp2-sp": {**NARROW, "pattern": "+-|+E", "dp": 1, "pp": 2, **SP, "ep": 2, "family": "deepseek"},
     "experts, cp2": {**WIDE, "pattern": "+E", "dp": 1, "cp": 2, "ep": 2, "family": "kimi"},
 }
-OFTEN = ["alone, wide values", "yarn, tp2-sp", "tp2", "cp2", "pp2 in a v"]
+OFTEN = ["alone, wide values", "yarn, tp2-sp", "cp2", "pp2 in a v"]
 LOADS: dict[str, tuple[Row, Row]] = {
     "tp2 to pp2": ({**NARROW, "dp": 1, "tp": 2, "pattern": "+-+-"}, {**NARROW, "dp": 1, "pp": 2, "pattern": "+-|+-"}),
     "zero3 to cp2": ({**WIDE, "dp": 2, "zero": 3}, {**WIDE, "dp": 1, "cp": 2}),

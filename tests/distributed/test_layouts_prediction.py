@@ -72,10 +72,7 @@ LAYOUTS: dict[str, Row] = {
 
 
 OFTEN = [
-    "two depths",
-    "repeated, recomputed",
     "tp2-sp, detached, fused",
-    "pp2, repeated, untied",
     "pp3, standalone",
     "pp2 in a v, untied",
     "zero3, repeated, recomputed",

@@ -87,7 +87,6 @@ OFTEN = [
     "alone, biases and gates",
     "tp4, a group on two ranks",
     "cp2, latents travel",
-    "zero3",
 ]
 RULES = ("sgd", "adam", "muon")
 

@@ -88,7 +88,6 @@ LAYOUTS: dict[str, Row] = {
     "latent experts, tp2-sp, pp2": {"pattern": "ME*|E-", "dp": 1, **SP, "pp": 2, "ep": 2, "family": "nemotron"},
 }
 OFTEN = [
-    "tp2",
     "cp2, chain",
     "tp4-sp, groups shared, heads of no attention",
     "L, tp2-sp, biases",

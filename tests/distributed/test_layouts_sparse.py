@@ -57,7 +57,6 @@ LAYOUTS: dict[str, Row] = {
 }
 OFTEN = [
     "alone, loss over chosen keys",
-    "cp2-tp2-sp",
     "pp2-cp2 in a v",
     "shared choices, cp2-tp2-sp",
 ]

@@ -51,7 +51,7 @@ matrices."""
 WORLD_SIZES = (2, 3, 4)
 
 
-OF_STEPS = ("tp", "dp", "ep", "etp", "zero", "instances", "overlap", "optimizer", "clip_grad")
+OF_STEPS = ("ep", "etp", "zero", "instances", "overlap", "optimizer", "clip_grad")
 """Factors whose values `make test` has in several steps; it has those of all others in one step of each layout."""
 
 

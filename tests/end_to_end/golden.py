@@ -22,8 +22,8 @@ from megalite.optim.learning_rate import LearningRateSchedule, Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.rounded_products import UNROUNDED, Rounding, Roundings
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules

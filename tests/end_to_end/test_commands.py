@@ -365,10 +365,8 @@ def test_recipes_with_patterns(train: Callable[..., str], name: str) -> None:
     assert "step 3/3" in train(name, *tokens(60), *TINY[2:], *small)
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [("tiny_hybrid", "32 --lr 2e-2"), pytest.param("deepseek_tiny", "64 --lr 7e-3", marks=pytest.mark.wide)],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "changed"), [("tiny_hybrid", "32 --lr 2e-2"), ("deepseek_tiny", "64 --lr 7e-3")])
 def test_a_tiny_network_learns(train: Callable[..., str], name: str, changed: str, tmp_path: Path) -> None:
     """Its first steps, on shorter samples."""
     save = ("--save", str(tmp_path / "run"))

@@ -96,9 +96,9 @@ def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     job = start("1 2", 4)
     assert wait_for_exit([job.ranks[0]], 60) == []
     assert job.ranks[0].exit_code == 85, job.stderr(0)
-    # On a busy machine a look may come so late that the time is up instead.
+    # On a busy machine a look may come late.
     told = [line for line in job.stderr(0).splitlines() if line.startswith("waiting for ")]
-    assert all(re.fullmatch(r"waiting for ranks? [123, ]+ of 4, for [012] s so far", line) for line in told)
+    assert all(re.fullmatch(r"waiting for ranks? [123, ]+ of 4, for \d+ s so far", line) for line in told)
     assert told[-1].startswith("waiting for ranks 1, 2 of 4, ")
     assert wait_for_exit([job.ranks[3]], 60) == []
     assert (job.ranks[3].exit_code, job.stderr(3)) == (85, "")

@@ -17,13 +17,13 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.rounded_products import Rounding, Roundings
 from megalite_kernels import scaled_products
 from megalite_kernels import scaled_products_kernels as kernels
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.recipes import Recipe
-from megalite_kernels.scaled_products import grouped_product, product, rows_of
+from megalite_kernels.scaled_products import each_of, grouped_product, product, rows_of
 from megalite_kernels.tile_scales import Tiles
 from megalite_kernels.tiles import dequantize, quantize, quantize_reference, quantize_weight
 from tests.harness.close import assert_bits_equal
@@ -102,16 +102,12 @@ def test_products_of_groups_are_those_of_each_group_to_the_bit(counts: list[int]
     a, b, offsets, ends = groups(counts, 150, 130, by)
     found = grouped_product(a, b, offsets, ends, by, torch.float32)
     assert found.shape == (offsets[-1], 130)
-    for group, (start, stop) in enumerate(pairwise(offsets)):
-        own, matrix = rows_of(a, start, stop), Tiles(*(part[group] for part in by_group(b, len(ends))))
+    for matrix, (start, stop) in zip(each_of(b, len(ends)), pairwise(offsets), strict=True):
+        own = rows_of(a, start, stop)
         check(found[start:stop], own, matrix, by)
         assert_bits_equal(found[start:stop], product(own, matrix, by, torch.float32))
         for row in range(start, stop, 100):
             assert_bits_equal(found[row : row + 1], product(rows_of(a, row, row + 1), matrix, by, torch.float32))
-
-
-def by_group(tiles: Tiles, number: int) -> list[Tensor]:
-    return [part.unflatten(0, (number, -1)) for part in tiles if part is not None]
 
 
 @pytest.mark.parametrize("bad", [math.inf, pytest.param(math.nan, marks=pytest.mark.wide)])

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from megalite.checkpoint.loading import _writable
 from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.parallel.products import Rounding, Roundings, kept_codes
+from megalite.parallel.rounded_products import Rounding, Roundings, kept_codes
 from megalite_kernels.recipes import recipe
 from megalite_kernels.weight_parts import Matrices
 
@@ -99,3 +102,14 @@ def test_a_step_makes_codes_once_and_the_next_one_anew() -> None:
         bucket.parameter_shard.mul_(4)
         bucket.begin_uses()
         assert scale_of() == 16 * first
+
+
+def test_a_load_gives_their_values_no_memory() -> None:
+    each = Rounding(recipe("blockwise"), gathers_codes=True)
+    network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16, roundings=Roundings((each,) * 3))
+    initialize(network, 1)
+    config, options = OptimizerConfig(lr=1e-3), DataParallel(torch.float32, zero_stage=3)
+    optimizer = make_optimizer([network], UnconnectedMesh(world_size=2), config, options, blocks=[network.blocks()])
+    with _writable(network, optimizer):
+        assert all(weight.isnan().all() for weight in coded(network))
+    assert {weight.untyped_storage().nbytes() for weight in coded(network)} == {2}

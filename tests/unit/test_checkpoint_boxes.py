@@ -161,6 +161,7 @@ def flat(columns: int, ranges: int) -> list[Box]:
     return boxes
 
 
+@pytest.mark.wide_except("grid", "flat")
 @pytest.mark.parametrize(
     ("boxes", "shape"),
     [

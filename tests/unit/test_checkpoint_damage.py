@@ -15,7 +15,7 @@ from tests.harness.saved_run import SavedRun
 
 pytestmark = pytest.mark.costly
 
-POSITIONS = 100
+POSITIONS = 60
 """Positions per file, evenly spaced, in addition to its first and last bytes."""
 EDGE = 24
 INDEX = ".metadata"

@@ -164,6 +164,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert f"{tmp_path} has no checkpoint" in refused.stderr
 
 
+@pytest.mark.wide
 def test_the_command_itself(saved: Path) -> None:
     """Its file has the name of a standard library module that everything imports."""
     command = [sys.executable, str(ROOT / "tools/checkpoint/inspect.py"), "--load", str(saved), "--verify"]

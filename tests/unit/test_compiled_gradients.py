@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megalite.library.experts import _SumOverRanks
 from megalite.library.layers import ColumnParallelLinear, RowParallelLinear, _Gather, _OfSamples, _Split
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.recompute import Recompute
 from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.parallel import placement
 from megalite.parallel.adapter import Adaptable, add_adapters
@@ -48,7 +49,7 @@ from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.permutation import group_rows, permute, unpermute
 from megalite_kernels.rotary import rotary_embedding
-from tests.harness.close import assert_bits_equal
+from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.stages import loss_of
 
 ROOT = Path(__file__).parents[2]
@@ -106,20 +107,20 @@ def of_tokens(sharding: Sharding) -> Piece:
     return replace(piece, tensor=replace(piece.tensor, is_embedding_or_output=True))
 
 
-def adapted_layers(dtype: torch.dtype) -> Iterator[Adaptable]:
-    """Yield layers with trained adapters."""
+def adapted_layers(dtype: torch.dtype) -> Iterator[tuple[str, Adaptable]]:
+    """Yield layers with trained adapters, by name."""
     context = ParallelContext(ParallelMesh(), dtype=dtype)
-    for make in (ColumnParallelLinear, RowParallelLinear):
+    for make, dora in product((ColumnParallelLinear, RowParallelLinear), (False, True)):
         layer = make(context, "up_down.weight", 8, 6)
-        add_adapters(layer, AdaptersConfig(lora_rank=2))
+        add_adapters(layer, AdaptersConfig(lora_rank=2, use_dora=dora))
         initialize(layer, 1)
         with torch.no_grad():
             layer.b[0].copy_(numbers(dtype, 6, 2))
-        yield layer
+        yield f"{make.__name__} with {'DoRA' if dora else 'adapters'}", layer
 
 
 def factors_of(layer: Adaptable) -> list[Tensor]:
-    return [layer.a, *layer.b]
+    return [layer.a, *layer.b, *layer.magnitudes]
 
 
 def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
@@ -165,8 +166,8 @@ def operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     for name, function in (("row", None), ("row of activations", torch.tanh)):
         rest = world, False, False, function, PLAIN, None
         yield name, (lambda x, w, rest=rest: _RowParallel.apply(x, *rest, w), [x, weight(dtype, 6, 8)])
-    for layer in adapted_layers(dtype):
-        yield f"{type(layer).__name__} with adapters", (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
+    for name, layer in adapted_layers(dtype):
+        yield name, (lambda x, *_, layer=layer: layer(x), [x, *factors_of(layer)])
     yield "cross entropy", (lambda x: vocab_parallel_cross_entropy(x * 1.0, ids, world, 7), [numbers(dtype, 2, 3, 8)])
     yield "entropy", (lambda x: vocab_parallel_entropy(x, world, 7), [numbers(dtype, 2, 3, 8)])
     of_output = [numbers(dtype, 2, 3, 4), weight(dtype, 8, 4)]
@@ -299,6 +300,21 @@ def test_gradients_of_a_network_are_those_without_compilation(name: str, dtype: 
     for theirs, ours in zip(chain(*expected), chain(*found), strict=True):
         assert_bits_equal(ours, theirs, "the loss or a gradient")
     assert counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.wide
+def test_a_network_without_parts_is_not_run_with_what_one_with_parts_has_compiled() -> None:
+    torch.compiler.reset()
+    tokens = torch.arange(8).view(1, 8)
+    losses = []
+    for parts in (2, 1):
+        recompute = Recompute(mlp_parts=parts)
+        made = GPT(replace(MODEL, num_layers=1), ParallelMesh(), dtype=torch.float64, recompute=recompute)
+        initialize(made, 1)
+        compile_layers([made], "eager")
+        batch = MicroBatch(tokens, tokens, None, tokens, torch.ones(1, 8, dtype=torch.float64), RandomKey(1, (2,)))
+        losses.append(loss_of(made, batch).item())
+    assert_number_close(*losses, "loss")
 
 
 def test_every_autograd_function_is_here() -> None:

@@ -14,11 +14,11 @@ from megalite.config.validate_low_precision import low_precision_notes
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import UNROUNDED, Rounding, Roundings
+from megalite.parallel.rounded_products import UNROUNDED, Rounding, Roundings
+from megalite.tasks.summary import precision_line
 from megalite.training.builder import roundings
 from megalite.training.kernels import require_recipe, require_whole_units
 from megalite_kernels.recipes import recipe
-from megalite_kernels.scaled_products import refusal
 from tests.unit.test_config_validate import config_of, problems
 
 FP8, FP4 = "--fp8-format e4m3 ", "--fp4-format e2m1 "
@@ -27,7 +27,7 @@ EXPERTS = "--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax "
 REFUSED = {
     "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
     "--fp8-recipe mxfp8": "--fp8-recipe needs --fp8-format",
-    FP4 + "--fp8-wgrad": "--fp8-wgrad needs --fp8-format",
+    FP4 + "--fp8-wgrad": "--fp8-wgrad needs --fp8-format in place of --fp4-format",
     FP8 + "--num-layers-at-end-in-bf16 2": "--num-layers-at-end-in-bf16 needs --first-last-layers-bf16",
     FP8 + "--first-last-layers-bf16 --num-layers-at-end-in-bf16 3": "--first-last-layers-bf16 leaves none of",
     FP8 + FP4: "--fp8-format and --fp4-format are two ways to multiply: choose one",
@@ -40,6 +40,8 @@ REFUSED = {
     FP8 + "--fp8-param-gather --use-dora --lora-rank 4": "--fp8-param-gather with --use-dora",
     FP8
     + "--fp8-recipe tensorwise --mlp-chunks-for-training 2": "--fp8-recipe tensorwise with --mlp-chunks-for-training",
+    FP8
+    + "--fp8-wgrad --mlp-chunks-for-training 3": "--fp8-wgrad with --mlp-chunks-for-training 3: each part would have",
 }
 OF_RANKS = {
     WIDE + FP4 + "--tp 2 --ffn-hidden-size 400": "--fp4-format e2m1 with --tensor-model-parallel-size 2: "
@@ -94,15 +96,23 @@ def test_a_start_tells_what_is_not_rounded() -> None:
     assert "run along tokens" in note
     for layout, run in {"--cp 2": 16, "--tp 2 --sequence-parallel": 32, "--cp 2 --tp 4 --sequence-parallel": 8}.items():
         (note,) = low_precision_notes(config_of(f"{FP8}--fp8-wgrad --fp8-recipe mxfp8 --seq-length 64 {layout}"))
-        assert f"here {run}, times --micro-batch-size is a multiple of 32" in note
+        assert f" {run} consecutive tokens of a sample on a rank x --micro-batch-size 2 = {2 * run}, " in note
+        assert ("and is one, as on each layout" in note) == (2 * run % 32 == 0)
     assert not low_precision_notes(config_of(FP8 + "--fp8-wgrad --fp8-recipe tensorwise"))
     assert len(low_precision_notes(config_of(FP8 + "--fp8-recipe tensorwise --num-experts 2"))) == 2
     assert len(low_precision_notes(config_of(FP4 + "--num-experts 2"))) == 1
 
 
+def test_a_start_tells_what_is_rounded() -> None:
+    assert precision_line(config_of("--bf16")) == "bfloat16"
+    line = precision_line(config_of("--fp8-format hybrid --fp8-recipe tensorwise --bf16"))
+    assert line == "bfloat16, products in tensorwise hybrid (MFU: of bfloat16's peak)"
+    some = precision_line(config_of(f"{FP8}--fp8-wgrad --first-last-layers-bf16"))
+    assert "products in blockwise e4m3 in 2 of 4 layers, those of weight gradients, too" in some
+
+
 def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
     gpu = torch.device("cuda:0")
-    refusal.cache_clear()
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
         mock.patch("torch.version.cuda", "12.9"),
@@ -118,12 +128,10 @@ def test_what_a_gpu_lacks_is_refused_in_one_line() -> None:
             assert len(str(raised.value).splitlines()) == 1
             require_recipe(config_of(flags), torch.device("cpu"))
             require_recipe(config_of(flags + " --kernels reference"), gpu)
-    refusal.cache_clear()
     with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
         require_recipe(config_of(""), gpu)
         with pytest.raises(ConfigurationError, match="--fp8-recipe blockwise: blockwise needs a GPU with fp8"):
             require_recipe(config_of(FP8), gpu)
-    refusal.cache_clear()
 
 
 def test_a_gpu_multiplies_whole_units_by_one_scale() -> None:

@@ -414,6 +414,20 @@ def test_the_order_of_flags_decides_nothing(order: int, flags: str, field: str, 
     assert value_of(parse_arguments([*MINIMAL, *argv]).config, field) == value
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--fp8-e4m3 --fp8-format hybrid", "--fp8-format: changes nothing, since --fp8-e4m3 decides"),
+        ("--fp8-wgrad --disable-fp8-wgrad", "--fp8-wgrad: changes nothing, since --disable-fp8-wgrad decides"),
+        ("--fp8-e4m3 --fp8-format e4m3", None),
+        ("--fp8-e4m3 --fp8-hybrid", "--fp8-e4m3: changes nothing, since --fp8-hybrid comes after it"),
+    ],
+)
+def test_a_shorthand_that_decides_against_a_flag_is_told(flags: str, told: str | None) -> None:
+    notes = parse_arguments([*MINIMAL, *flags.split()]).notes
+    assert [note for note in notes if "fp8" in note] == ([told] if told else [])
+
+
 def test_documents_are_not_masked_where_megatron_builds_no_mask() -> None:
     flags = [*MINIMAL, "--no-create-attention-mask-in-dataloader"]
     parsed = parse_arguments([*flags, "--reset-attention-mask"])

@@ -482,6 +482,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--eod-mask-loss is for token files: with --sft only answers have a loss",
         ),
         ("--chat-template a", "--chat-template needs --sft or --preference-data"),
+        (
+            "--data-path --preference-data a --reference-model b --distill-from c",
+            "--distill-from c does not go with --preference-data: leave it out",
+        ),
         ("--fim-rate 0.3", "--fim-rate needs --fim-data"),
         ("--fim-pad-token <pad>", "--fim-pad-token needs --fim-data"),
         ("--fim-data --fim-spm-rate 1.5", "--fim-spm-rate 1.5: must be from 0 to 1"),
@@ -572,7 +576,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--mlp-chunks-for-training 2 --num-experts 4",
-            "--mlp-chunks-for-training 2 changes nothing where no layer is dense: leave it out; "
+            "--mlp-chunks-for-training 2 changes nothing where no layer is dense (--num-experts): leave it out; "
             "--recompute-granularity selective --recompute-modules moe saves their memory",
         ),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
@@ -1092,6 +1096,16 @@ def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
             "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid",
             "--moe-router-pre-softmax",
             ", since --moe-router-score-function is sigmoid",
+        ),
+        (
+            "--lora-rank 2 --fp8-format e4m3 --fp8-recipe mxfp8",
+            "--fp8-wgrad",
+            ", since --lora-rank trains none of the weights whose gradients it rounds",
+        ),
+        (
+            "--lora-rank 2 --lora-target-modules q_proj down_proj --fp8-format e4m3 --fp8-recipe mxfp8",
+            "--activation-func-fp8-input-store",
+            ", since --lora-rank adapts the second matrices of all layers, whose inputs are kept as values",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_the_file_of_a_run_that_knew_fewer_axes_is_read() -> None:
     assert load_yaml(older) == config
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(configs())
 def test_any_configuration_comes_back_equal(config: RunConfig) -> None:
     assert load_yaml(dump(config)) == config

@@ -47,7 +47,7 @@ def quantized(name: str) -> bool:
     return name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight", ".wq_b.weight", ".wk.weight"))
 
 
-def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
+def folders(root: Path, name: str, dtype: torch.dtype, of_scales: torch.dtype = torch.float32) -> tuple[Path, Path]:
     """Write a quantized folder, pairs of which lie in two files, and one of the same values."""
     packed, plain = root / "packed", root / "plain"
     theirs.save(plain, name, MODELS[name])
@@ -61,8 +61,8 @@ def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
         generator = torch.Generator().manual_seed(seed)
         shape = tuple(-(-size // 128) for size in tensors[key].shape)
         values = (tensors[key].float() * 50).to(FP8)
-        scales = torch.rand(shape, generator=generator) * 0.01 + 0.015
-        tensors[key] = of_tiles(values, scales).to(dtype)
+        scales = (torch.rand(shape, generator=generator) * 0.01 + 0.015).to(of_scales)
+        tensors[key] = of_tiles(values, scales.float()).to(dtype)
         of_files[seed % 2][key], of_files[1 - seed % 2][f"{key}_scale_inv"] = values, scales
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     packed.mkdir()
@@ -77,17 +77,18 @@ def folders(root: Path, name: str, dtype: torch.dtype) -> tuple[Path, Path]:
     return packed, plain
 
 
+@pytest.mark.wide_except("deepseek-v32-dtype1-of_scales1", "kimi-linear-dtype2-of_scales2")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "of_scales"),
     [
-        ("deepseek-v3", torch.bfloat16),
-        ("deepseek-v32", torch.bfloat16),
-        ("kimi-linear", torch.float32),
-        ("minimax-m2", torch.bfloat16),
+        ("deepseek-v3", torch.bfloat16, torch.float32),
+        ("deepseek-v32", torch.bfloat16, torch.float8_e8m0fnu),
+        ("kimi-linear", torch.float32, torch.bfloat16),
+        ("minimax-m2", torch.bfloat16, torch.float32),
     ],
 )
-def test_the_same_weights_are_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    packed, plain = folders(tmp_path, name, dtype)
+def test_the_same_weights_are_read(name: str, dtype: torch.dtype, of_scales: torch.dtype, tmp_path: Path) -> None:
+    packed, plain = folders(tmp_path, name, dtype, of_scales)
     found, expected = open_huggingface(packed), open_huggingface(plain)
     assert found.config == expected.config
     assert found.dtype == dtype
@@ -135,8 +136,14 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     "no values": ({"a.weight_scale_inv": PAIR["a.weight_scale_inv"]}, "a.weight_scale_inv has no a.weight beside it"),
     "other tiles": (PAIR | {"a.weight_scale_inv": torch.ones(1, 1)}, "are not fp8 in blocks of 128 x 128"),
     "a vector": ({"a.weight": PAIR["a.weight"][:, 0], "a.weight_scale_inv": torch.ones(2)}, "are not fp8 in blocks"),
-    "other numbers": (PAIR | {"a.weight": torch.zeros(130, 3)}, "are not fp8 in blocks"),
-    "other scales": (PAIR | {"a.weight_scale_inv": torch.ones(2, 1).bfloat16()}, "are not fp8 in blocks"),
+    "other numbers": (
+        PAIR | {"a.weight": torch.zeros(130, 3)},
+        "^a.weight is float32, and a.weight_scale_inv float32: only",
+    ),
+    "other scales": (
+        PAIR | {"a.weight_scale_inv": torch.ones(2, 1).half()},
+        r"a.weight_scale_inv float16: only float8_e4m3fn with float32 or bfloat16 or float8_e8m0fnu is supported: load",
+    ),
 }
 
 
@@ -156,6 +163,17 @@ def test_what_is_no_scale_is_refused(scale: float, shown: str) -> None:
     scales = torch.tensor([[1.0], [scale]])
     with pytest.raises(CheckpointError, match=rf"^a.weight_scale_inv has {shown} for tile 1, 0: a scale is 0 or more$"):
         read(PAIR | {"a.weight_scale_inv": scales})
+
+
+def test_a_scale_of_zero_beside_other_codes_has_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has none beside zeros, which some programs store so."""
+    zeros = torch.zeros(130, 200)
+    codes = zeros.clone()
+    codes[129, 199] = codes[129, 3] = 1.0
+    for values, scales in ((zeros, torch.zeros(2, 2)), (codes, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))):
+        assert (read({"a.weight": values.to(FP8), "a.weight_scale_inv": scales})["a.weight"] == 0).sum() >= 25_999
+    warning = "WARNING: a.weight_scale_inv has 0 for tile 1, 1, whose weights become zeros\n"
+    assert capsys.readouterr() == ("", warning)
 
 
 def test_values_without_scales_are_refused(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, LOGITS
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.products import Rounding, Roundings
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.rounded_products import Rounding, Roundings
 from megalite.parallel.sharding import Box
 from megalite_kernels.recipes import recipe
 from megalite_kernels.tiles import quantize_weight
@@ -269,6 +269,17 @@ def test_the_command_writes_and_verifies_blocks(tmp_path: Path) -> None:
     assert ended.code == 0, ended.stderr
     assert "are the same bit for bit" in ended.stdout
     assert "verified: those of transformers differ" in ended.stdout
+    before, after = (weights(each) for each in (opened, open_huggingface(tmp_path / "out")))
+    apart = {
+        name: ((after[name].double() - each.double()).norm() / each.double().norm()).item()
+        for name, each in before.items()
+    }
+    name = max(apart, key=lambda each: apart[each])
+    assert 0.02 < apart[name] < 0.03
+    assert ended.stdout.splitlines()[-1] == (
+        "rounding: this compares with the model as it is rounded, whose weights differ from the checkpoint's by "
+        f"{apart[name]:.2%} of their norm at most, in {name}"
+    )
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert f"{sum(each.nbytes for each in tensors.values()):,} bytes" in ended.stdout
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"

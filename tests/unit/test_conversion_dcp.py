@@ -246,6 +246,9 @@ def test_a_bias_of_the_choice_is_left_out_if_it_is_zero(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ what is around names
 
 
+@pytest.mark.wide_except(
+    "torchtitan-", "torchtitan-app.model._orig_mod.", "transformers-model.", "transformers-module."
+)
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model.", "module.", "_orig_mod.", "app.model._orig_mod."])
 @pytest.mark.parametrize("names", ["torchtitan", "transformers"])
 def test_prefixes_and_other_state_are_passed_over(names: str, prefix: str, tmp_path: Path) -> None:

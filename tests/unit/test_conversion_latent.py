@@ -537,6 +537,7 @@ def losses_of_depths(opened: OpenedModel, tokens: torch.Tensor) -> TermSums:
         return network({}, batch).terms
 
 
+@pytest.mark.wide_except("moonlight", "deepseek-v32")
 @pytest.mark.parametrize("name", ["deepseek-v3", "moonlight", "deepseek-v32"])
 def test_depths_compute_what_those_of_transformers_do(name: str, tmp_path: Path) -> None:
     """Each reads the hidden states behind the final norm of the one before it, and the embedding comes first."""

@@ -165,7 +165,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ against megatron-core
 
 
-@pytest.mark.parametrize("name", wide_except([*MODELS, *EXPERTS], [*[*MODELS][::2], *[*EXPERTS][::2]]))
+@pytest.mark.parametrize("name", wide_except([*MODELS, *EXPERTS], [*[*MODELS][::3], *[*EXPERTS][::2]]))
 def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
     model = (MODELS | EXPERTS)[name]
     opened = random_model(model)
@@ -179,6 +179,15 @@ def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, t
     assert vars(common["args"]).items() >= {"num_layers": opened.config.num_layers, "padded_vocab_size": 56}.items()
 
 
+@pytest.mark.wide_except(
+    "gpt2-stacked",
+    "sinks-stacked",
+    "some layers rotated-per layer",
+    "llama-legacy",
+    "gated output-legacy",
+    "mixtral-stacked",
+    "experts of some layers-per layer",
+)
 @pytest.mark.parametrize(
     ("name", "form"),
     [

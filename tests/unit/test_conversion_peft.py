@@ -207,6 +207,8 @@ def test_what_cannot_be_said_or_computed_is_refused(tmp_path: Path) -> None:
     refused({"base_model_name_or_path": "x" * 5000}, "which is no folder of a base here")
     refused({"target_parameters": "w"}, "target_parameters is 'w', and no list of names")
     refused({"r": 3}, r"q_proj.lora_A.weight has shape \[2, 24\], and not \[3, 24\]")
+    wide = {key: torch.zeros((25, 24) if "lora_A" in key else (24, 25)) for key in tensors}
+    refused({"r": 25}, r"model\.safetensors: .*q_proj has rank 25, and no update of it has more than 24", wide)
     refused({"base_model_name_or_path": "meta-llama/Llama-3"}, "which is no folder of a base here")
     name = next(iter(tensors))
     refused({}, "belongs to no matrix", {name.replace("q_proj", "qq_proj"): tensors[name]})

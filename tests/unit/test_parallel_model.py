@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.layer_specs import LayerSpec
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.batch import MicroBatch, first_keys
+from megalite.model.batch import LogitLoss, MicroBatch, TokenLoss, first_keys
 from megalite.model.gpt import GPT, messages
 from megalite.model.head import LossConfig
 from megalite.model.layer_kinds import make_norm
@@ -244,6 +244,13 @@ def test_samples_cut_for_other_ranks_are_refused() -> None:
     two = GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2, device=torch.device("meta")))
     with pytest.raises(ValueError, match="cut for 1 ranks, and the network has 2 context-parallel"):
         two({}, micro_batch(documents=False))
+
+
+def test_a_micro_batch_with_two_losses_is_refused() -> None:
+    """Without the error, that of the logits would never be computed."""
+    both = {"token_loss": TokenLoss(lambda *found: {}), "logit_loss": LogitLoss("distill_loss", lambda logits: logits)}
+    with pytest.raises(ValueError, match="with a loss of its own has no distill_loss beside it"):
+        network(LLAMA)({}, replace(micro_batch(documents=False), **both))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

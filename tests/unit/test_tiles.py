@@ -18,7 +18,7 @@ from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.launch import recorded_launches
 from megalite_kernels.recipes import Recipe, recipe
 from megalite_kernels.scaled_products import grouped_product, product, product_reference, refusal, rows_of
-from megalite_kernels.tile_scales import Tiles
+from megalite_kernels.tile_scales import Squares, Tiles
 from megalite_kernels.tiles import dequantize, largest, quantize, quantize_weight, values_of
 from tests.harness.low_bits import E2M1, E4M3, E5M2, Part, Table, quantized, row_scale
 
@@ -206,7 +206,7 @@ def exact(a: Tiles, b: Tiles, by: Recipe) -> list[list[float]]:
 
 
 def _row(tiles: Tiles, row: int, by: Recipe) -> Tiles:
-    if by.in_squares and len(tiles.scales) != len(tiles.codes):
+    if isinstance(tiles, Squares):
         return Tiles(tiles.codes[row : row + 1], tiles.scales[row // by.block, None])
     return rows_of(tiles, row, row + 1)
 
@@ -284,6 +284,15 @@ def test_names_and_devices_are_refused_in_one_line() -> None:
         recipe("mxfp8", "hybrid")
     assert refusal(RECIPES["nvfp4"], torch.device("cpu")) is None
     assert "no GPU" in str(refusal(RECIPES["nvfp4"], torch.device("cuda")))
+
+
+def test_what_a_plan_lacks_follows_the_device_that_it_is_of() -> None:
+    before, found = current(), []
+    for is_gpu in (False, True, False):
+        use(Kernels("auto", meta_is_gpu=is_gpu))
+        found.append(refusal(RECIPES["nvfp4"], torch.device("meta")) is not None)
+    use(before)
+    assert found == [False, True, False]
 
 
 @pytest.fixture
@@ -380,18 +389,14 @@ def test_what_a_gpu_lacks_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None if cuda else "7.0")
-    refusal.cache_clear()
     found = refusal(RECIPES[name], torch.device("cuda", 0))
-    refusal.cache_clear()
     assert found == refused
 
 
 def test_blocks_need_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(scaled_products, "is_installed", lambda: False)
-    refusal.cache_clear()
     found = [refusal(RECIPES[name], torch.device("cuda", 0)) for name in ("tensorwise", "blockwise")]
-    refusal.cache_clear()
     assert found == [None, "blockwise needs Triton on a GPU, which is not installed: pip install triton"]
 
 
@@ -409,4 +414,4 @@ def test_torch_multiplies_blocks_on_hopper(
 
 
 def _on_meta(tiles: Tiles) -> Tiles:
-    return Tiles(*(None if part is None else part.to("meta") for part in tiles))  # type: ignore[arg-type]
+    return type(tiles)(*(None if part is None else part.to("meta") for part in tiles))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.products import kept_codes
+from megalite.parallel.rounded_products import kept_codes
 from megalite.torch_internals import run_backward
 from megalite.training import builder
 from megalite.training.kernels import require_whole_units

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,12 @@ from megalite.tasks.memory import storages_by_kind
 from megalite.training.data import RunData
 from megalite.training.resume import open_initial_model
 from megalite.training.task import Summarized
+from megalite.watchdog.sections import START
+
+_SCORING = "scoring of pairs"
+"""Name of the section of a batch of the reference."""
+_KEPT_SECONDS = 300.0
+"""Seconds after which the log-probabilities that are there are kept."""
 
 
 class PreferenceTask(GPTTask):
@@ -74,18 +81,16 @@ class PreferenceTask(GPTTask):
         If both are given, the reference is loaded once, to tell whether it is that of the file.
         """
         self._trainer = trainer
-        if self.options.reference_log_probabilities is None:
-            self._reference = self._load_reference(trainer)
-            return
-        file, known = ReferenceFile(self.config, self.data.tokenizer), None
-        if self.options.reference_model is not None:
-            self._reference = self._load_reference(trainer)
-            known = identity(self._reference, self.mesh)
-        values = file.read(known, self.mesh)
-        if values is None:
-            assert known is not None
-            values = self._of_all(file)
-            file.write(values, known, self.mesh)
+        with trainer.sections(START):
+            if self.options.reference_model is not None:
+                self._reference = self._load_reference(trainer)
+            if self.options.reference_log_probabilities is None:
+                return
+            file = ReferenceFile(self.config, self.data.tokenizer)
+            known = None if self._reference is None else identity(self._reference, self.mesh)
+            values, scored = file.read(known, self.mesh)
+        if known is not None and scored is not None:
+            values = self._of_all(trainer, file, known, values, scored)
         self._known, self._reference = values, None
 
     def _load_reference(self, trainer: Summarized) -> FrozenNetwork:
@@ -103,21 +108,42 @@ class PreferenceTask(GPTTask):
         self._reference_notes = opened.notes
         return load_teacher(opened, self.chunks, trainer.engine, trainer.optimizer)
 
-    def _of_all(self, file: ReferenceFile) -> np.ndarray:
-        """Return the reference's log-probabilities of all responses that are trained on, by their number."""
-        values = torch.zeros(file.count, dtype=torch.float64)
-        ranks = self.mesh.size("dp")
-        deal = equal_deal(self.mesh.coordinate("dp"), ranks, ranks)
-        for pairs in file.files.values():
-            dataset = pairs.dataset(range(len(pairs.pairs)), None)
+    def _of_all(
+        self, trainer: Summarized, file: ReferenceFile, known: str, values: np.ndarray, scored: int
+    ) -> np.ndarray:
+        """Return the reference's log-probabilities of all responses that are trained on, by their number.
+
+        They are in the file at the end, and those that are there on the way. `values`: those of the first `scored`
+        samples, and zeros. `known`: the identity of the reference.
+        """
+        own = torch.zeros(file.count, dtype=torch.float64)
+        ranks, before, kept = self.mesh.size("dp"), 0, time.monotonic()
+        deal, step = equal_deal(self.mesh.coordinate("dp"), ranks, ranks), ranks * self.config.training.micro_batch_size
+
+        def keep(scored: int | None) -> np.ndarray:
+            with trainer.sections(START):
+                of_ranks = own.to(self.mesh.device, copy=True)  # others' are 0, which changes no bit
+                every = values + collectives.all_reduce_(of_ranks, self.mesh.group("dp")).cpu().numpy()
+                file.write(every, known, self.mesh, scored=scored)
+            return every
+
+        with trainer.sections(START), raise_on_all_ranks(self.mesh, None):
+            datasets = [pairs.dataset(range(len(pairs.pairs)), None) for pairs in file.files.values()]
+        for dataset in datasets:
             with self._loader(dataset, None, whole=True) as loader:
-                for first in range(0, len(dataset), ranks * self.config.training.micro_batch_size):
-                    (batch,) = loader.micro_batches(first, deal)
-                    assert isinstance(batch, PairBatch)
-                    assert batch.reference is not None
-                    values[torch.from_numpy(batch.responses)] = batch.reference.cpu()
-        values = values.to(self.mesh.device)  # others' are 0, which changes no bit
-        return collectives.all_reduce_(values, self.mesh.group("dp")).cpu().numpy()
+                for first in range(max(scored - before, 0), len(dataset), step):
+                    with trainer.sections(_SCORING):
+                        (batch,) = loader.micro_batches(first, deal)
+                        assert isinstance(batch, PairBatch)
+                        assert batch.reference is not None
+                        own[torch.from_numpy(batch.responses)] = batch.reference.cpu()
+                        # The ranks wait for each other: at the end, a slow one would be late by more than a batch.
+                        (due,) = collectives.on_any_rank([time.monotonic() - kept > _KEPT_SECONDS], self.mesh)
+                    if due:
+                        keep(before + min(first + step, len(dataset)))
+                        kept = time.monotonic()
+            before += len(dataset)
+        return keep(None)
 
     def _score(self, batches: Sequence[PairBatch]) -> list[Tensor]:
         """Return the reference's log-probabilities of the responses of each micro-batch, [r]."""

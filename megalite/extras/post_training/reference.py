@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from megalite.checkpoint import load_weights
+from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
+from megalite.config.prediction import without_depths
 from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.errors import ConfigurationError
 from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
@@ -25,6 +28,7 @@ from megalite.model.head import LossConfig
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.rounded_products import UNROUNDED, Roundings, kept_codes
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
@@ -51,17 +55,20 @@ class FrozenNetwork:
         optimizer: Optimizer,
         *,
         output_apart: bool = False,
+        roundings: Roundings = UNROUNDED,
     ) -> None:
         """Make this rank's stages, with the layers `parts`, beside those of the network that is trained.
 
-        `output_apart`: the last stage returns hidden states, and `output`, on its rank, makes logits of them.
+        Args:
+            output_apart: the last stage returns hidden states, and `output`, on its rank, makes logits of them.
+            roundings: how layers round the operands of their products.
         """
         whole = list(parts)
         if output_apart and any(part.loss for part in parts):
             whole = [replace(part, loss=False) for part in parts]
             whole.append(StageLayers(config.num_layers, 0, embedding=False, loss=True))
         first, stages = trained[0], engine.stages
-        self.config, self.dtype = config, first.dtype
+        self.config, self.dtype, self.roundings = config, first.dtype, roundings
         mesh, ranks = first.mesh, first.mesh.ranks("pp")
         heads = [chunk.head for chunk in trained if chunk.head is not None]
         made = make_chunks(
@@ -73,6 +80,7 @@ class FrozenNetwork:
             loss=LossConfig(fused=any(head.output.fused for head in heads)),
             dtype=first.dtype,
             attention_ways=first.context.attention_ways,
+            roundings=roundings,
         )
         self.chunks, self.output = made[: len(parts)], made[len(parts) :]
         self.network, self.optimizer = frozen(made, optimizer.config, optimizer.options, mesh)
@@ -80,6 +88,7 @@ class FrozenNetwork:
         self.engine = PipelineEngine(
             self.chunks, replace(stages, messages=messages), engine.rank, engine.links, engine.device
         )
+        self.engine.within = partial(kept_codes, self.chunks)
 
     def log_probabilities(
         self,
@@ -110,7 +119,8 @@ class Reference(FrozenNetwork):
                 "run.reference() copies a network that is trained whole, and a part of this one is frozen: "
                 "run.teacher(FOLDER) loads its base beside it"
             )
-        super().__init__(chunks[0].config, [chunk.stage_layers for chunk in chunks], chunks, engine, optimizer)
+        parts, roundings = [chunk.stage_layers for chunk in chunks], chunks[0].roundings
+        super().__init__(chunks[0].config, parts, chunks, engine, optimizer, roundings=roundings)
         self._trained = optimizer
         self.refresh()
 
@@ -138,7 +148,8 @@ def load_teacher(
 ) -> FrozenNetwork:
     """Return another model beside the network that is trained, on the same ranks. All ranks call it together.
 
-    `output_apart`: as for `FrozenNetwork`.
+    One that computes the same function with its weights rounds products as the network does: with the same weights, it
+    has the same bits. `output_apart`: as for `FrozenNetwork`; such a model does not round.
 
     Raises ConfigurationError if the layout cannot divide it or it lacks tokens, and CheckpointError if it cannot be
     read.
@@ -154,6 +165,8 @@ def load_teacher(
         )
     parts = stage_parts(config.num_layers, stages.count)
     own = [parts[stage] for stage in stages.of_rank(engine.rank)]
-    found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart)
+    is_alike = not output_apart and function_of(config) == function_of(without_depths(chunks[0].config))
+    roundings = chunks[0].roundings if is_alike else UNROUNDED
+    found = FrozenNetwork(config, own, chunks, engine, optimizer, output_apart=output_apart, roundings=roundings)
     load_weights(opened.source, opened.what, found.network, found.optimizer, mesh, states_of_training(config))
     return found

@@ -34,8 +34,11 @@ _LARGEST_LINE = 1 << 16
 
 def identity(reference: FrozenNetwork, mesh: ParallelMesh) -> str:
     """Return a text that two references have in common only if they are the same. Called by all ranks together."""
-    function = json.dumps(function_of(reference.config), sort_keys=True).encode()
-    return f"{fingerprint(reference.optimizer, mesh)} {zlib.crc32(function):08x}"
+    function = function_of(reference.config)
+    if any(recipes := [each and each.recipe.name for each in reference.roundings.of_layers]):
+        function = {**function, "recipes": recipes}
+    described = json.dumps(function, sort_keys=True).encode()
+    return f"{fingerprint(reference.optimizer, mesh)} {zlib.crc32(described):08x}"
 
 
 class ReferenceFile:
@@ -51,53 +54,57 @@ class ReferenceFile:
         assert options.reference_log_probabilities is not None
         self._given = options.reference_log_probabilities
         self._path = open_directory(self._given) / NAME
-        self.files = open_pairs(data, config.training.seed, tokenizer, chat_template(data))
+        seed = 0  # whatever that of the run is: an unfinished file counts samples
+        self.files = open_pairs(data, seed, tokenizer, chat_template(data))
         self.count = sum(map(len, self.files.values()))
         self._model = options.reference_model
         self._longest = data.seq_length
         """Pairs that are longer have no values."""
         self._of_data = [file.description for file in self.files.values()]
 
-    def read(self, reference: str | None, mesh: ParallelMesh) -> np.ndarray | None:
-        """Return the values by the number of the response, on all ranks; None if there is no file.
+    def read(self, reference: str | None, mesh: ParallelMesh) -> tuple[np.ndarray, int | None]:
+        """Return the values by the number of the response, on all ranks, and how many samples have theirs; None: all.
 
         Rank 0 reads it. All ranks call it together. `reference`: its identity; None if there is none.
 
-        Raises ConfigurationError if it is of other pairs or of another reference, or damaged, or if it is missing and
-        there is no reference to compute it with.
+        Raises ConfigurationError if it is of other pairs or of another reference, or damaged, or if it is missing or
+        unfinished and there is no reference to compute it with.
         """
-        values = np.zeros(0)
+        values, scored = np.zeros(self.count), None
         with raise_on_all_ranks(mesh, None):
             if mesh.rank == 0:
-                values = self._read(reference)
-        if not collectives.all_gather_json(len(values), mesh)[0]:
-            if reference is None:
-                raise ConfigurationError(
-                    f"--reference-log-probabilities {self._given} has no file {NAME}: give --reference-model, the "
-                    "model to compute it with"
-                )
-            return None
-        values = values if mesh.rank == 0 else np.zeros(self.count)
+                values, scored = self._read(reference)
+        scored = collectives.all_gather_json(scored, mesh)[0]
+        if scored is not None and reference is None:
+            raise ConfigurationError(
+                f"--reference-log-probabilities {self._given} has no {'finished ' * bool(scored)}file {NAME}: give "
+                "--reference-model, the model to compute it with"
+            )
         shared = torch.from_numpy(values).to(mesh.device)
-        return collectives.all_reduce_(shared, mesh.world()).cpu().numpy()
+        return collectives.all_reduce_(shared, mesh.world()).cpu().numpy(), scored
 
-    def _read(self, reference: str | None) -> np.ndarray:
-        """Return the values; none if there is no file. Raises ConfigurationError."""
+    def _read(self, reference: str | None) -> tuple[np.ndarray, int | None]:
+        """Return the values, which are zeros if there is no file, and the number of samples as `read` does.
+
+        Raises ConfigurationError.
+        """
         try:
             largest = self.count * _VALUES.itemsize + _LARGEST_LINE
             line, _, body = read_small(self._path, largest=largest).partition(b"\n")
             told = parse_json(line)
             of, known, longest = told["pairs"], told["reference"], told["longest"]
-            is_whole = told["crc32"] == zlib.crc32(body) and len(body) == self.count * _VALUES.itemsize
+            scored = told.get("scored")
+            is_whole = told["crc32"] == zlib.crc32(body, scored or 0) and len(body) == self.count * _VALUES.itemsize
             is_whole = is_whole and bool(np.isfinite(np.frombuffer(body, _VALUES)).all())
-            is_shorter = longest < self._longest
+            is_whole = is_whole and (scored is None or (type(scored) is int and scored > 0))
+            fits = longest >= self._longest if scored is None else longest == self._longest  # which makes the samples
         except FileNotFoundError:
-            return np.zeros(0)
+            return np.zeros(self.count), 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again") from error
-        if of != self._of_data or is_shorter:
+        if of != self._of_data or not fits:
             raise ConfigurationError(
-                f"{self._path} is of other pairs, or of another tokenizer, chat template or a smaller --seq-length: "
+                f"{self._path} is of other pairs, or of another tokenizer, chat template or --seq-length: "
                 "give another directory as --reference-log-probabilities"
             )
         if reference not in (None, known):
@@ -107,14 +114,17 @@ class ReferenceFile:
             )
         if not is_whole:
             raise ConfigurationError(f"{self._path} is damaged: remove it, and it is computed again")
-        return np.frombuffer(body, _VALUES).astype(np.float64)
+        return np.frombuffer(body, _VALUES).astype(np.float64), scored
 
-    def write(self, values: np.ndarray, reference: str, mesh: ParallelMesh) -> None:
-        """Write the values of the reference with this identity, on rank 0. All ranks call it together."""
+    def write(self, values: np.ndarray, reference: str, mesh: ParallelMesh, *, scored: int | None = None) -> None:
+        """Write the values of the reference with this identity, on rank 0. All ranks call it together.
+
+        `scored`: the number of the first samples, of all files, whose responses have theirs; None: all.
+        """
         with raise_on_all_ranks(mesh, f"writing {self._path}"):
             if mesh.rank == 0:
                 body = values.astype(_VALUES).tobytes()
-                told = {"pairs": self._of_data, "reference": reference, "longest": self._longest}
-                line = json.dumps({**told, "crc32": zlib.crc32(body)}).encode()
+                told = {"pairs": self._of_data, "reference": reference, "longest": self._longest, "scored": scored}
+                line = json.dumps({**told, "crc32": zlib.crc32(body, scored or 0)}).encode()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._path, line + b"\n" + body)

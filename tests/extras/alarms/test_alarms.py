@@ -43,7 +43,7 @@ def assert_same(found: Course, expected: Course) -> None:
     assert found.consumed == expected.consumed
 
 
-@pytest.mark.wide_except("dp2", "pp2")
+@pytest.mark.wide_except("dp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_that_goes_back_is_one_without_the_samples(layout: str, rank_pools: RankPools, tmp_path: Path) -> None:
     """It goes back two steps, to the checkpoint, and trains on what data without the samples of the spike have."""
@@ -78,6 +78,7 @@ def forget_after(folder: Path, step: int) -> None:
     (folder / "DONE").unlink(missing_ok=True)
 
 
+@pytest.mark.wide_except("9")
 @pytest.mark.parametrize("step", [9, 12])
 def test_a_run_that_is_started_again_decides_the_same(step: int, tmp_path: Path) -> None:
     """After a crash before the first save since it went back, it goes back again; after one, it need not."""
@@ -173,6 +174,7 @@ def test_the_update_of_a_spike_is_skipped(rank_pools: RankPools, tmp_path: Path)
     assert ledger(tmp_path / "run") == decided
 
 
+@pytest.mark.wide_except("why0")
 @pytest.mark.parametrize("why", [{"save_interval": 100}, {"by_program": True}])
 def test_a_run_that_cannot_go_back_skips(why: Mapping[str, Any], tmp_path: Path) -> None:
     """It has no checkpoint yet, or its program has drawn the samples."""
@@ -183,6 +185,7 @@ def test_a_run_that_cannot_go_back_skips(why: Mapping[str, Any], tmp_path: Path)
     assert found.skipped == [SPIKE]
 
 
+@pytest.mark.wide_except("2-4")
 @pytest.mark.parametrize(("micro_batch_size", "experts"), [(1, None), (2, 4)])
 def test_reports_change_nothing(
     micro_batch_size: int, experts: int | None, rank_pools: RankPools, tmp_path: Path

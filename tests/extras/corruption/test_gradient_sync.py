@@ -27,7 +27,7 @@ def wide(*values: Any) -> Any:
     ("flags", "ranks"),
     [
         (f"{ZERO_3} {OVERLAP} {RERUNS}", 2),
-        (f"{EXPERTS} --tp 2 --sequence-parallel --expert-tensor-parallel-size 1", 4),
+        wide(f"{EXPERTS} --tp 2 --sequence-parallel --expert-tensor-parallel-size 1", 4),
         wide("", 3),
         wide(f"{ZERO_1} --bf16 --grad-reduce-in-bf16", 3),
         wide("--pp 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4", 4),

@@ -22,7 +22,7 @@ def wide(*values: Any) -> Any:
     ("flags", "ranks"),
     [
         ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16", 2),
-        (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", 4),
+        wide(f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1", 4),
         wide("", 3),
         wide("--tp 2 --sequence-parallel", 4),
         wide("--tp 2", 4),

@@ -48,6 +48,7 @@ def test_the_kernel_of_attention_that_is_timed_is_torchs(monkeypatch: pytest.Mon
     assert found["cudnn"] / found["flash-2"] == pytest.approx(before["cudnn"] / before["flash-2"])
 
 
+@pytest.mark.wide
 @pytest.mark.costly
 def test_constants_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coarse calibration of seconds: a machine that seems ten times as fast finds the same constants."""

@@ -50,7 +50,6 @@ RANKS = 32
 
 @pytest.mark.wide_except(
     "--tp 2 --sequence-parallel --use-distributed-optimizer --ema-decay 0.9",
-    "--pp 4 --pipeline-schedule zb-v --recompute-activations",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
     "--use-distributed-optimizer --pp 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.3",
     "--fp8-format e4m3 --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params",

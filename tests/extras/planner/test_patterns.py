@@ -94,6 +94,7 @@ def test_memory_is_that_of_a_dry_run(cell: str) -> None:
         assert memory.total - GPU.gpu.reserved == pytest.approx(wanted.peak, rel=0.08)
 
 
+@pytest.mark.wide
 def test_a_network_of_which_a_part_is_trained_is_not_planned() -> None:
     config = config_of(f"--hybrid-layer-pattern D-D- {SPARSE} --dsa-stage warmup")
     whole = dry_run(config_of(f"--hybrid-layer-pattern D-D- {SPARSE}"), 1, 0).memory

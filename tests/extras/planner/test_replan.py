@@ -76,6 +76,7 @@ def test_bits_that_are_promised_keep_the_width() -> None:
         replan([*RUN, *words(f"--tp 4 --pp 2 {bits}")], 1, 2)
 
 
+@pytest.mark.wide
 def test_memory_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others are tried where nothing fits with the recomputation of the run; the nearest one is named if none does."""
     more = "--num-layers 8 --seq-length 256 --max-position-embeddings 256 --hidden-size 64"

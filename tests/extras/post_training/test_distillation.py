@@ -40,7 +40,6 @@ LAYOUTS = {
     "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2"},
     "pp2-zero3": {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce"},
 }
-NOT_WIDE = ("alone", "tp2-sequence", "dp2-zero3", "cp2-zero1", "pp2")
 
 
 def teacher_of(student: Cell) -> Cell:
@@ -109,10 +108,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Path]:
     return found
 
 
+@pytest.mark.wide_except("alone-whole", "tp2-sequence-few", "dp2-zero3-whole", "cp2-zero1-whole", "pp2-few")
 @pytest.mark.parametrize("settings", [WHOLE, FEW], ids=["whole", "few"])
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name not in NOT_WIDE)) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_with_a_teacher_has_the_oracles_gradients(
     layout: str, settings: DistillationConfig, folders: dict[Cell, Path], rank_pools: RankPools
 ) -> None:
@@ -157,13 +155,11 @@ OWN_LAYOUTS = {
 }
 
 
-OWN_NOT_WIDE = ("tp2 beside pp2", "cp2 beside tp2", "dp2 beside tp2", "zero3 beside cp2")
-
-
-@pytest.mark.parametrize("settings", [WHOLE, FEW], ids=["whole", "few"])
-@pytest.mark.parametrize(
-    "layouts", [pytest.param(name, marks=[pytest.mark.wide] * (name not in OWN_NOT_WIDE)) for name in OWN_LAYOUTS]
+@pytest.mark.wide_except(
+    *("tp2 beside pp2-few", "cp2 beside tp2-whole", "dp2 beside tp2-whole", "zero3 beside cp2-few")
 )
+@pytest.mark.parametrize("settings", [WHOLE, FEW], ids=["whole", "few"])
+@pytest.mark.parametrize("layouts", OWN_LAYOUTS)
 def test_a_teacher_in_a_layout_of_its_own_is_the_same(
     layouts: str, settings: DistillationConfig, folders: dict[Cell, Path], rank_pools: RankPools
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_teacher_that_is_not_there_or_has_other_tokens_is_refused(run: Run, te
         ("--distill-from x --distill-layout tp", "--distill-layout tp: tp needs a number of ranks behind it, not ''"),
         ("--distill-from x --distill-layout pp 0", "pp 0: --pipeline-model-parallel-size 0: must be at least 1"),
         ("--distill-from x --distill-layout tp 1 tp 1", "--distill-layout tp 1 tp 1: tp is given twice"),
+        ("--distill-from x --distill-layout pp 1 sequence-parallel", "sequence-parallel changes nothing with tp 1"),
         ("--distill-from x --fused-linear-cross-entropy", "which never has all logits: drop one"),
     ],
 )

@@ -162,9 +162,8 @@ EXPORTING = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name == "pp2-zero1")) for name in EXPORTING]
-)
+@pytest.mark.wide_except("alone", "tp2-zero3")
+@pytest.mark.parametrize("layout", EXPORTING)
 def test_an_export_has_the_bits_of_the_converter(layout: str, tmp_path: Path, rank_pools: RankPools) -> None:
     changes = EXPORTING[layout]
     cells = [
@@ -195,6 +194,7 @@ def test_a_failing_receiver_ends_the_export_on_every_rank(rank_pools: RankPools)
     assert {message for message, _ in found} == {"exporting the weights failed on rank 0: no space left"}
 
 
+@pytest.mark.wide_except("alone", "tp2-pp2")
 @pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "tp2-pp2"])
 def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: RankPools) -> None:
     cells = [replace(cell, **LAYOUTS[layout]) for cell in (BASE, GEMMA, BIASED)]
@@ -202,6 +202,20 @@ def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: Rank
         for at_once, later, refreshed, gathered in rank:
             assert at_once == later == refreshed == 0.0
             assert (gathered == 0) == (layout == "dp2-zero3")
+
+
+ROUNDED = {
+    "alone": Cell("llama", recipe="mxfp8", wide=2, plain_layers=(0,)),
+    "tp2-pp2": Cell("llama", recipe="tensorwise", wide=2, tied=False),
+    "dp2-zero3": Cell("llama", recipe="blockwise", wide=4, gathers_codes=True),
+}
+
+
+@pytest.mark.parametrize("layout", ROUNDED)
+def test_a_reference_rounds_as_the_network_does(layout: str, rank_pools: RankPools) -> None:
+    cell = replace(ROUNDED[layout], **LAYOUTS[layout])
+    for ((at_once, later, refreshed, _),) in on_ranks(rank_pools, cell.world_size, references, [cell]):
+        assert at_once == later == refreshed == 0.0
 
 
 def test_a_reference_takes_slices_of_the_host_after_its_last_forward_has_read_its_own() -> None:

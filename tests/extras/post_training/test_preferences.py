@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -319,6 +320,7 @@ def assert_close(directory: Path, other: Path) -> None:
     assert compared >= 6 * STEPS + 5
 
 
+@pytest.mark.wide_except("cp2-pp2", "tp2-sequence", "dp2-zero3")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same(layout: str, base: Path, alone: Path, spawn: Spawn, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -361,12 +363,93 @@ def test_log_probabilities_from_a_file_are_those_of_the_reference(
     assert "is of another model than --reference-model" in refused(*model("begun"))
     finetuned(spawn, base, tmp_path / "third", *EVALUATED, *model("reference"), "--tp", 2, ranks=2)
     assert_close(tmp_path / "third", alone)
-    assert "smaller --seq-length" in refused(*kept, "--seq-length", 2 * LENGTH, "--max-position-embeddings", 2 * LENGTH)
+    longer = ("--seq-length", 2 * LENGTH, "--max-position-embeddings", 2 * LENGTH)
+    assert "chat template or --seq-length" in refused(*kept, *longer)
     (tmp_path / "kept" / "reference_log_probabilities").write_bytes(content[:-1])
     assert "is damaged: remove it, and it is computed again" in refused(*kept)
     assert "is no model: give one checkpoint" in refused("--reference-model", base / "begun")
+    assert f"--reference-model {base / 'gone'} is no folder" in refused("--reference-model", base / "gone")
     missing = refused("--reference-log-probabilities", tmp_path / "none")
     assert "has no file reference_log_probabilities: give --reference-model" in missing
+
+
+DISTURBED = """
+import sys
+sys.path.insert(0, ROOT)
+from functools import partial
+from megalite.commands.pretrain import main
+from megalite.extras.post_training import preference_task
+from megalite.lifecycle.failure import run_main
+score, batches = preference_task.PreferenceTask._score, []
+def disturbed(task, *arguments):
+    if task._known is None:
+        batches.append([each.name for each in task._trainer.sections.open()])
+        if task.mesh.rank == 0:
+            print("scores in", *batches[-1], flush=True)
+        if len(batches) == LAST:
+            raise KeyboardInterrupt
+    return score(task, *arguments)
+preference_task.PreferenceTask._score = disturbed
+preference_task._KEPT_SECONDS = 0.0
+run_main(partial(main, finetunes=True))
+"""
+
+
+def test_scoring_that_ends_early_goes_on_where_it_was(base: Path, spawn: Spawn, tmp_path: Path) -> None:
+    """Each batch is in a section of its own, so that the watchdog finds one that hangs, and no long file is a hang."""
+    lines = [json.dumps(record) + "\n" for record in pairs()]
+    for name, part in (("a", slice(6)), ("b", slice(6, 40))):
+        (tmp_path / name).write_text("".join(lines[part]))
+    entry = tmp_path / "entry.py"
+
+    def run(kept: str, *flags: Any, last: int = 0, expected: int | None = 0) -> tuple[int, bytes]:
+        entry.write_text(DISTURBED.replace("ROOT", repr(str(ROOT))).replace("LAST", str(last)))
+        data = ("--preference-data", 1, tmp_path / "a", 1, tmp_path / "b", "--data-cache-path", tmp_path / "cache")
+        model = ("--reference-model", base / "reference" / "iter_0000002", "--micro-batch-size", 1)
+        keep = ("--reference-log-probabilities", tmp_path / kept, "--load", base / "begun", "--finetune")
+        short = words("--train-iters 1 --eval-iters 0")
+        out = ended(spawn([entry, *NETWORK, *PLAIN, *short, *data, *model, *keep, *flags], 2), expected).stdout
+        scored = [line for line in out.splitlines() if line.startswith("scores in")]
+        assert set(scored) <= {"scores in scoring of pairs"}
+        return len(scored), (tmp_path / kept / "reference_log_probabilities").read_bytes()
+
+    batches, content = run("whole")
+    parts = [run("parts", last=last, expected=None)[0] - 1 for last in (3, 4)]  # the first scores a file of 3 samples
+    path = tmp_path / "parts" / "reference_log_probabilities"
+    unfinished = path.read_bytes()
+    path.write_bytes(re.sub(rb'"scored": \d+', b'"scored": null', unfinished, count=1))
+    with pytest.raises(AssertionError, match="is damaged: remove it"):
+        run("parts")
+    path.write_bytes(unfinished)
+    number, found = run("parts", "--seed", 8)  # which makes other samples for training
+    assert sum(parts) + number == batches > 4
+    assert found == content
+
+
+IN_8_BITS: Mapping[str, tuple[int, str]] = {
+    "alone": (1, "--fp8-recipe mxfp8"),
+    "dp2-zero3": (2, "--fp8-recipe blockwise --fp8-param-gather --data-parallel-sharding-strategy optim_grads_params"),
+}
+
+
+@pytest.mark.parametrize("layout", IN_8_BITS)
+def test_a_network_that_is_its_reference_has_margins_of_0_in_8_bits(
+    layout: str, base: Path, spawn: Spawn, tmp_path: Path
+) -> None:
+    ranks, given = IN_8_BITS[layout]
+    flags = (*words(given), "--fp8-format", "e4m3", "--eval-iters", 0)
+    own = ("--reference-model", base / "begun" / "iter_0000002")
+    finetuned(spawn, base, tmp_path / "live", *flags, *own, ranks=ranks)
+    first, *others = records(tmp_path / "live")
+    assert [first[f"rewards/{name}"] for name in RECORDED] == [0.0] * len(RECORDED)
+    assert all(line["rewards/margins"] for line in others)
+    kept = ("--reference-log-probabilities", tmp_path / "kept")
+    finetuned(spawn, base, tmp_path / "file", *flags, *own, *kept, ranks=ranks)
+    for line, expected in zip(records(tmp_path / "file"), (first, *others), strict=True):
+        assert line["rewards/margins"] == pytest.approx(expected["rewards/margins"], rel=1e-10, abs=1e-12)
+    data = ("--preference-data", base / "pairs.jsonl", "--data-cache-path", base / "cache")
+    refused = ended(spawn([FINETUNE, *NETWORK, *PLAIN, *data, *own, *kept], 1), None).stderr
+    assert "is of another model than --reference-model" in refused
 
 
 def test_a_pair_in_two_samples_counts_twice() -> None:
@@ -400,6 +483,16 @@ def test_a_pair_in_two_samples_counts_twice() -> None:
         (("--data-path", "x", "--sft", "--preference-beta", 1), "--preference-beta needs --preference-data"),
         (("--preference-data", "x", "--reference-model", "y", "--dry-run"), "does not count the reference"),
         (("--preference-data", "x", "--reference-model", "y", "--data-path", "z"), "given in more than one way"),
+        (
+            (
+                "--preference-data",
+                "x",
+                "--reference-log-probabilities",
+                "y",
+                *words("--fp8-format e4m3 --fp8-recipe tensorwise"),
+            ),
+            "--fp8-recipe tensorwise with --reference-log-probabilities: a scale is that of a micro-batch",
+        ),
         (
             ("--preference-data", "x", "--reference-model", "y", "--preference-label-smoothing", 0.5),
             "--preference-label-smoothing 0.5 says that the rejected responses are the better ones",

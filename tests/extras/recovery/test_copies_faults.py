@@ -210,7 +210,7 @@ def dies(
     return (life.how,)
 
 
-@pytest.mark.wide_except("while it copies-0", "before the commit-1", "before the partner's commit-0")
+@pytest.mark.wide_except("while it copies-0", "before the partner's commit-0")
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_common_step_is_left_wherever_a_rank_dies(

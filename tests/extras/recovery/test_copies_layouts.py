@@ -38,7 +38,7 @@ RUNS = {
     "recomputation": (4, "--tp 2 --pp 2", 2, "--pp 2 --recompute-activations", "--num-layers 4"),
     "bits": (4, "--pp 2", 3, ZERO, f"--num-layers 4 --global-batch-size 6 {BITWISE}"),
 }  # fmt: skip
-CORE = ("replicas", "heads to replicas", "stages and heads to shards", "experts to stages", "bits")
+CORE = ("replicas", "stages and heads to shards", "experts to stages", "bits")
 
 
 def with_ranks(memory: Memory, ranks: int) -> tuple[Memory, Memory]:

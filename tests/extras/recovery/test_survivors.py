@@ -123,7 +123,7 @@ LAYOUTS = {
     "offload": (2, 2, 1, "--optimizer-cpu-offload --use-distributed-optimizer"),
     "blend": (2, 2, 1, "--no-mock-data --data-path 2 {0}/web 1 {0}/code --loss-weights code=0.5"),
 }  # fmt: skip
-CORE = ("heads", "fewer", "tied")
+CORE = ("heads", "fewer")
 
 
 @pytest.mark.parametrize("bits", [True, pytest.param(False, marks=pytest.mark.wide)])

@@ -84,6 +84,7 @@ def test_a_run_goes_on_after_the_death_of_a_rank(fault: Fault, tmp_path: Path) -
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_from_copies_in_memory(tmp_path: Path) -> None:
     """Nothing is on disk when the rank dies."""
     campaign = Campaign(tmp_path / "campaign", "tp")
@@ -109,6 +110,7 @@ def test_a_run_goes_on_after_a_second_death_during_recovery(tmp_path: Path) -> N
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_bad_data_ends_the_run(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     assert disturb(campaign, Fault("forward", 1, 2, "data"), code=64) == []
@@ -156,6 +158,7 @@ def test_a_stop_file_during_recovery_ends_the_run(tmp_path: Path) -> None:
     campaign.assert_unbroken()
 
 
+@pytest.mark.wide
 def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     with campaign.start(steps=50, step_seconds=0.1, more=WARM) as job:

@@ -145,6 +145,7 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 SHARDED = "--data-parallel-sharding-strategy"
 
 
+@pytest.mark.wide_except("ring-tensor", "ring-overlapped", "tree-stages", "tree-sharded")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_as_with_the_backend(kind: str, layout: str, rank_pools: RankPools) -> None:
@@ -157,6 +158,7 @@ def test_a_ring_scatters_the_sum_of_each_micro_batch(strategy: str, rank_pools: 
     check(rank_pools, 2, f"{SHARDED} {strategy} {OVERLAP}", "--all-reduce-algorithm ring")
 
 
+@pytest.mark.wide_except("--tp 2 --sequence-parallel", "--use-distributed-optimizer")
 @pytest.mark.parametrize("flags", ["", "--tp 2 --sequence-parallel", "--pp 2", "--use-distributed-optimizer", OVERLAP])
 def test_sites_train_as_one(flags: str, rank_pools: RankPools) -> None:
     check(rank_pools, 4, flags, "--sites 2")

@@ -94,7 +94,7 @@ RUNS = {
 }
 
 
-@pytest.mark.wide_except("int8", "dgc", "onebit-adam", "powersgd", "sites", "diloco", "under way", "fedavg")
+@pytest.mark.wide_except("onebit-adam", "powersgd", "sites", "diloco", "under way")
 @pytest.mark.parametrize("case", RUNS)
 def test_a_resumed_run_has_the_same_bits(case: str, rank_pools: RankPools, tmp_path: Path) -> None:
     ranks, flags, steps = RUNS[case]

@@ -124,7 +124,7 @@ def told(decision: Decision) -> list[int]:
     return [number for first, last in decision.samples for number in range(first, last + 1)]
 
 
-@pytest.mark.wide_except("overlap", "zero 1", "tp", "zb-v", "cp")
+@pytest.mark.wide_except("overlap", "tp", "zb-v")
 @pytest.mark.parametrize(
     ("world_size", "copies", "flags"),
     [

@@ -101,6 +101,17 @@ def test_what_is_refused_or_needed_is_not_run(
     assert error.endswith("; nothing is run")
 
 
+def test_what_is_not_right_together_is_told_beside_what_is_refused_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = "--bf16 --fp8-format e4m3 --fp8-amax-history-len 16 --fp8-param-gather"
+    text = f"torchrun --nproc-per-node 1 pretrain_gpt.py {SIZES} {COURSE} {DATA} {more}"
+    out, error = run(tmp_path, monkeypatch, capsys, text)
+    assert "refused: --fp8-amax-history-len is of delayed scaling" in out
+    assert "refused: --fp8-param-gather needs --data-parallel-sharding-strategy optim_grads_params" in out
+    assert error.endswith("2 refused and 0 needed, as above")
+
+
 def test_a_need_of_what_is_left_out_is_no_need() -> None:
     report = Report(
         missing=["line 1: --one-logger-project needs $W: give --set W=VALUE", "line 2: --save needs $S: ..."]

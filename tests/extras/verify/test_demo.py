@@ -33,6 +33,7 @@ def test_the_bug_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert not list(folder.glob("megalite-verify-*"))
 
 
+@pytest.mark.wide
 def test_the_trainer_without_the_bug_is_accused_of_nothing(tmp_path: Path) -> None:
     right, wrong = demo_trainer.run(tmp_path)
     assert right[0] == wrong[0]  # the bug is in the gradients

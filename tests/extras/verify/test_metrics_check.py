@@ -49,6 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ------------------------------------------------------------------------------------------------ right runs
 
 
+@pytest.mark.wide_except("flags0", "flags2", "flags4")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -72,6 +73,7 @@ def test_runs_may_begin_with_the_initial_values(run: Path) -> None:
     assert check_metrics(command_of(MASKED), read_log(run / "metrics.jsonl"), None).first is None
 
 
+@pytest.mark.wide_except("--bf16")
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_right_runs_on_two_ranks_are_not_accused(tmp_path: Path, rank_pools: RankPools, precision: str) -> None:
     flags = f"{MASKED} {TWO_RANKS} {precision}"
@@ -114,14 +116,18 @@ def test_skipped_steps_update_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ wrong runs
 
 
-def exact_steps(command: Command, folder: Path) -> list[Step]:
-    run = OneProcess(command, open_data_of(command), saved(folder, 0))
-    return [run.step() for _ in range(3)]
+FOUR_RANKS = command_of(f"{MASKED} {TWO_RANKS}", ranks=4)
+"""2 tensor-parallel, so 2 data-parallel ranks with 2 micro-batches each."""
+
+
+@pytest.fixture(scope="module")
+def exact_steps(run: Path) -> list[Step]:
+    process = OneProcess(FOUR_RANKS, open_data_of(FOUR_RANKS), saved(run, 0))
+    return [process.step() for _ in range(3)]
 
 
 def replicas_counted(step: Step, record: Record) -> Record:
-    command = command_of(f"{MASKED} {TWO_RANKS}", ranks=4)
-    copies = copies_of_tensors(with_vocabulary(command, None), 4)
+    copies = copies_of_tensors(with_vocabulary(FOUR_RANKS, None), 4)
     squares = sum(copies[name].tensor_parallel * norm**2 for name, norm in step.norms.items())
     return {"grad_norm": math.sqrt(squares)}
 
@@ -157,13 +163,10 @@ WRONG: dict[str, tuple[str, Callable[[Step, Record], Record]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_figures_are_found_and_explained(run: Path, case: str) -> None:
-    """Four ranks: 2 tensor-parallel, so 2 data-parallel with 2 micro-batches each."""
-    command = command_of(f"{MASKED} {TWO_RANKS}", ranks=4)
+def test_wrong_figures_are_found_and_explained(run: Path, exact_steps: list[Step], case: str) -> None:
     expected, change = WRONG[case]
-    steps = exact_steps(command, run)
-    records = [record | change(step, record) for step, record in zip(steps, records_of(run), strict=True)]
-    found = check_metrics(command, log_of(run, records), saved(run, 0), steps=2)
+    records = [record | change(step, record) for step, record in zip(exact_steps, records_of(run), strict=True)]
+    found = check_metrics(FOUR_RANKS, log_of(run, records), saved(run, 0), steps=2)
     assert found.first is not None
     best = found.explanations[0]
     assert best.explains

@@ -75,8 +75,7 @@ def main() -> None:
     ):
         report.per_node = arguments.ranks // (report.nodes or 1)
     world_size = report.world_size or arguments.ranks
-    complete = report.whole and not report.refused and not report.missing
-    together = _problems(report, world_size) if complete else []
+    together = _problems(report, world_size) if report.whole and not report.missing else []
     for line in report.lines():
         say(line)
     for problem in together:
